@@ -1,0 +1,62 @@
+"""Tell whether a model's attention moved to other parts of its input, and by how much.
+
+The public API is imported lazily: ``import audit`` loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "audit.methods": (
+        "attention_rollout",
+        "per_head_rollout",
+        "attention_flow",
+        "gradient_rollout",
+        "encoder_decoder_rollout",
+        "encoder_decoder_relevance",
+        "two_stream_relevance",
+    ),
+    "audit.metrics": (
+        "js_distance",
+        "js_divergence",
+        "kl_divergence",
+        "total_variation",
+        "hellinger",
+        "wasserstein",
+        "earth_mover_distance",
+        "energy_distance",
+        "cosine_similarity",
+        "spearman",
+        "top_k_overlap",
+        "center_of_mass_shift",
+        "entropy",
+        "sink_share",
+    ),
+    "audit.compare": ("compare_maps",),
+    "audit.calibrate": ("replicate_test",),
+    "audit.gate": ("evaluate_gate",),
+    "audit.config": ("load_config",),
+    "audit.models": ("load_checkpoint",),
+    "audit.probes": ("read_probes",),
+    "audit.store": ("Store",),
+    "audit.pipeline": ("compute_maps", "compute_reliance", "capture_run", "compare_runs", "gate_runs"),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = ["__version__", *_HOME_OF]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        home = _HOME_OF[name]
+    except KeyError:
+        raise AttributeError(f"module 'audit' has no attribute {name!r}") from None
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""Attention of a loaded checkpoint as maps."""

@@ -1,0 +1,1 @@
+"""How attention becomes a map; pure torch mathematics on tensors."""

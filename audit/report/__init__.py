@@ -1,0 +1,1 @@
+"""A verdict as text, Markdown, JSON, JUnit XML and HTML."""

@@ -1,0 +1,1 @@
+"""Prefect flows around the pipeline."""
