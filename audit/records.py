@@ -215,7 +215,11 @@ class Reliance:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the checkpoint answered for one probe; all None for a backbone without a task head."""
+    """What the checkpoint answered for one probe; all None for a backbone without a task head.
+
+    `label`, `group` and `segments` repeat the probe's annotations, so that a comparison needs no probe
+    file.
+    """
 
     probe_id: str
     logits: tuple[float, ...] | None = None
@@ -225,6 +229,8 @@ class Prediction:
     label: str | None = None
     tokens: int | None = None
     truncated: bool = False
+    group: str | None = None
+    segments: Mapping[str, str] = field(default_factory=dict)
 
 
 # --- runs -------------------------------------------------------------------------------------
