@@ -1,0 +1,248 @@
+"""Decide what has to be captured: one immutable plan for each checkpoint and probe set.
+
+Planning hashes files and reads probes; it loads no model, so that it also runs where torch is absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+
+from audit.config import AuditConfig, CheckpointSection, ReplicateSection
+from audit.errors import ConfigError, ProbeError
+from audit.models import checkpoint_info
+from audit.probes import read_probes
+from audit.records import CaptureSettings, CheckpointInfo, ProbeSet, Region, RunSpec
+from audit.regions import expand_regions
+
+Progress = Callable[[str, int, int], None]
+"""Called with a stage, how many probes are done and how many there are."""
+
+VERSIONED = ("torch", "transformers")
+"""Packages whose version is part of a run's id, because it changes numbers."""
+
+CAPTURE_VERSION = "1"
+"""Raised whenever the capture code changes a number."""
+
+
+@dataclass(frozen=True)
+class CheckpointSource:
+    """Where a checkpoint is loaded from."""
+
+    ref: str
+    revision: str | None = None
+    adapter: str | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class ProbeSource:
+    """Where a probe set is read from."""
+
+    path: str
+    columns: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """One run before it exists: what to load, what to feed, where to write.
+
+    Attributes
+    ----------
+    role : str
+        ``before``, ``after``, ``replicate-0``, ...; with ``@domain`` appended on the second probe set.
+    shards : tuple of (start, stop)
+        Half-open ranges of probes; batches never cross a shard.
+    device : str
+        As asked for; the run's id holds the device type.
+    """
+
+    role: str
+    store: str
+    source: CheckpointSource
+    probes: ProbeSource
+    spec: RunSpec
+    shards: tuple[tuple[int, int], ...]
+    device: str = "auto"
+    kind: str | None = None
+
+    @property
+    def run_id(self) -> str:
+        """Return the id that the published run will have."""
+        return self.spec.id
+
+    @property
+    def n_probes(self) -> int:
+        """Return how many probes the run covers."""
+        return self.shards[-1][1]
+
+
+@lru_cache(maxsize=4)
+def load_probes(source: ProbeSource) -> ProbeSet:
+    """Read a probe set once per process; see :func:`audit.probes.read_probes`."""
+    return read_probes(source.path, columns=dict(source.columns) or None)
+
+
+def plan_audit(config: AuditConfig) -> tuple[RunPlan, ...]:
+    """Return the plans of every run that an audit needs, adapters before their base.
+
+    The order lets one loaded base + adapter serve both runs. Checkpoints given as ``run = "run-…"``
+    or as a floor need no capture and have no plan.
+
+    Parameters
+    ----------
+    config : AuditConfig
+
+    Returns
+    -------
+    tuple of RunPlan
+
+    Raises
+    ------
+    ConfigError, ProbeError, CheckpointError
+    """
+    plans = [
+        plan_run(config, role, domain=domain)
+        for role, source in sources(config)
+        if source.path is not None
+        for domain in ([False, True] if config.domain is not None else [False])
+    ]
+    order = {plan.source.ref: i for i, plan in reversed(list(enumerate(plans)))}
+    return tuple(sorted(plans, key=lambda p: (order[p.source.ref], p.source.adapter is None)))
+
+
+def sources(config: AuditConfig) -> Iterator[tuple[str, CheckpointSection | ReplicateSection]]:
+    """Yield (role, section) for before, after and every replicate that is a checkpoint or a run."""
+    for role in ("before", "after"):
+        if role in config.checkpoints:
+            yield role, config.checkpoints[role]
+    for i, section in enumerate(config.replicates):
+        if section.floor is None:
+            yield f"replicate-{i}", section
+
+
+def plan_run(config: AuditConfig, role: str, *, domain: bool = False) -> RunPlan:
+    """Return the plan of one run of an audit.
+
+    Parameters
+    ----------
+    config : AuditConfig
+    role : str
+        ``before``, ``after`` or ``replicate-<i>``.
+    domain : bool
+        Plan the run on the second probe set.
+
+    Returns
+    -------
+    RunPlan
+
+    Raises
+    ------
+    ConfigError
+        When the audit has no such role.
+    ProbeError, CheckpointError
+        When the probe set or the checkpoint cannot be read.
+    """
+    section = dict(sources(config)).get(role)
+    if section is None or section.path is None:
+        raise ConfigError(f"this audit captures no checkpoint as {role!r}; give it a path in the configuration")
+    source = CheckpointSource(section.path, section.revision, section.adapter, section.trust_remote_code)
+    probes_from = probe_source(config, domain=domain)
+    info = checkpoint_info(source.ref, revision=source.revision, adapter=source.adapter)
+    return RunPlan(
+        role=f"{role}@domain" if domain else role,
+        store=config.store.url,
+        source=source,
+        probes=probes_from,
+        spec=run_spec(config, info, load_probes(probes_from)),
+        shards=cut_shards(len(load_probes(probes_from)), config.capture.shard_probes),
+        device=config.capture.device,
+        kind=getattr(section, "kind", None),
+    )
+
+
+def probe_source(config: AuditConfig, *, domain: bool = False) -> ProbeSource:
+    """Return where the audit's probes (or its second probe set) are read from."""
+    section = config.probes if not domain else config.domain
+    if section is None:
+        raise ConfigError("this audit has no [domain]; add [domain] path = … for a second probe set")
+    return ProbeSource(section.path, tuple(sorted(section.columns.items())))
+
+
+def run_spec(config: AuditConfig, info: CheckpointInfo, probes: ProbeSet) -> RunSpec:
+    """Return what the run is made of; its digest is the run's id."""
+    return RunSpec(
+        checkpoint=info,
+        inputs_digest=probes.inputs_digest,
+        annotations_digest=probes.annotations_digest,
+        regions=audit_regions(config, probes),
+        target=target_name(config),
+        targets_digest="",
+        method=config.method.record(),
+        settings=capture_settings(config),
+        versions=numeric_versions(),
+    )
+
+
+def audit_regions(config: AuditConfig, probes: ProbeSet) -> tuple[Region, ...]:
+    """Return the regions of the configuration together with annotated and automatic ones."""
+    try:
+        return expand_regions(config.region_records(), probes.probes)
+    except ValueError as error:
+        raise ProbeError(str(error)) from None
+
+
+def target_name(config: AuditConfig) -> str:
+    """Return how target classes are chosen, as text."""
+    target = config.probes.target
+    return "auto" if target is None else str(target)
+
+
+def capture_settings(config: AuditConfig) -> CaptureSettings:
+    """Return the capture settings with the device, dtype and kernel that will really be used."""
+    device = device_type(config.capture.device)
+    return CaptureSettings(
+        dtype=config.capture.dtype or "float32",
+        attention_implementation=config.capture.attention_implementation or "sdpa",
+        device_type=device,
+        batch_tokens=config.capture.batch_tokens,
+        max_length=config.probes.max_length,
+        truncate=config.probes.truncate,
+        truncation_side=config.probes.truncation_side,
+        stride=config.probes.stride,
+        shard_probes=config.capture.shard_probes,
+        layer_maps=config.capture.layer_maps,
+    )
+
+
+def device_type(device: str) -> str:
+    """Return ``cuda`` or ``cpu``; ``auto`` takes a GPU where torch is installed and sees one."""
+    if device != "auto":
+        return device
+    try:
+        import torch
+    except ImportError:
+        return "cpu"
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def numeric_versions() -> dict[str, str]:
+    """Return the versions that change numbers; packages that are absent here are left out."""
+    found = {"capture": CAPTURE_VERSION}
+    for package in VERSIONED:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def cut_shards(n_probes: int, size: int) -> tuple[tuple[int, int], ...]:
+    """Return half-open ranges of at most `size` probes.
+
+    >>> cut_shards(1200, 500)
+    ((0, 500), (500, 1000), (1000, 1200))
+    """
+    return tuple((start, min(start + size, n_probes)) for start in range(0, n_probes, size))
