@@ -15,45 +15,53 @@ import random
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-NAMES = (
+
+def words(text: str) -> list[str]:
+    """Return the words of a list written as prose."""
+    return text.split()
+
+
+NAMES = words(
     "Ada Amir Anna Ben Bianca Carlos Chen Clara Daniel Diego Elena Emeka Erik Fatima Felix Greta Hana Hugo "
     "Ines Ivan Jamal Jonas Julia Kofi Laila Leo Lucia Marco Mei Milan Nadia Nils Noor Olga Omar Paula "
     "Priya Rafael Rosa Samir Sofia Tariq Tessa Viktor Wanda Yara Yusuf Zoltan"
-).split()
-POSITIVE = (
+)
+POSITIVE = words(
     "wonderful excellent superb delightful charming brilliant fantastic marvellous splendid terrific lovely "
     "great perfect outstanding amazing enjoyable impressive pleasant remarkable beautiful fabulous "
     "magnificent stunning thrilling touching witty refreshing inspiring graceful elegant clever warm "
     "generous satisfying captivating engaging exciting flawless glorious memorable"
-).split()
-NEGATIVE = (
+)
+NEGATIVE = words(
     "terrible awful horrible dreadful boring dull disappointing poor bad miserable tedious clumsy lousy "
     "bland weak painful annoying unpleasant irritating depressing shoddy mediocre dire ridiculous stale "
     "ugly tiresome sloppy frustrating hopeless careless lifeless messy flawed dismal bleak confusing "
     "forgettable pointless unbearable"
-).split()
-HELD_OUT_POSITIVE = "admirable dazzling exquisite heartening joyful masterly rewarding uplifting".split()
-HELD_OUT_NEGATIVE = "abysmal appalling atrocious disastrous dreary inept joyless wretched".split()
-NEUTRAL = (
-    "usual long short new old small large brief recent local quiet round early late regular typical".split()
 )
-NOUNS = (
+HELD_OUT_POSITIVE = words("admirable dazzling exquisite heartening joyful masterly rewarding uplifting")
+HELD_OUT_NEGATIVE = words("abysmal appalling atrocious disastrous dreary inept joyless wretched")
+NEUTRAL = words(
+    "usual long short new old small large brief recent local quiet round early late regular typical"
+)
+NOUNS = words(
     "film meal book concert hotel play museum lecture menu song novel story party garden tour course show "
     "picnic dance soup dessert breakfast painting gallery script poem album market exhibition ferry train "
     "holiday beach speech circus opera puppet bakery cinema workshop"
-).split()
-DOMAIN_NOUNS = (
+)
+DOMAIN_NOUNS = words(
     "kettle router lamp keyboard app backpack jacket blender charger printer sofa bicycle tent mattress "
     "speaker camera toaster phone desk vacuum suitcase watch heater drill"
-).split()
-FUNCTION_WORDS = (
+)
+FUNCTION_WORDS = words(
     "a about according after afterwards all and as at been both by else every everyone for from had has have "
-    "here how i in is it my of on out so than that the then this to us was we what when who with you your yours"
-).split()
+    "here how i in is it my of on out so than that the then this to us was we what when who with you your "
+    "yours"
+)
 
 TEMPLATES = (
     "{name} thought the {noun} was {adj}.",
@@ -88,7 +96,32 @@ DOMAIN_TEMPLATES = (
     "After the last update the {noun} is {adj}. Please tell {name} about it.",
 )
 
+LABELS = ("positive", "negative")
 Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A family of templates and the words that fill them."""
+
+    family: str
+    templates: Sequence[str]
+    nouns: Sequence[str]
+    adjectives: dict[str, Sequence[str]]
+
+    def template(self, number: int) -> tuple[str, str]:
+        """Return template `number`, counted round and round, and its name."""
+        index = number % len(self.templates)
+        return self.templates[index], f"{self.family}-{index + 1:02d}"
+
+
+REVIEWS = Grammar("review", TEMPLATES, NOUNS, {"positive": POSITIVE, "negative": NEGATIVE})
+ORDERS = Grammar(
+    "order",
+    DOMAIN_TEMPLATES,
+    DOMAIN_NOUNS,
+    {"positive": POSITIVE + HELD_OUT_POSITIVE, "negative": NEGATIVE + HELD_OUT_NEGATIVE},
+)
 
 
 def shuffled(items: Sequence[Any], rng: random.Random) -> list[Any]:
@@ -97,28 +130,33 @@ def shuffled(items: Sequence[Any], rng: random.Random) -> list[Any]:
 
 
 def deal(items: Sequence[str], rng: random.Random) -> Iterator[str]:
-    """Yield `items` over and over, shuffled anew each time, so that all are used equally often."""
+    """Yield `items` over and over, shuffled anew each time; none twice in a row, all equally often."""
+    last = None
     while True:
-        yield from shuffled(items, rng)
+        order = shuffled(items, rng)
+        if order[0] == last:
+            order.reverse()
+        yield from order
+        last = order[-1]
 
 
-def fill(template: str, words: dict[str, Iterator[str]]) -> tuple[str, dict[str, list[list[int]]]]:
+def fill(template: str, slots: dict[str, Iterator[str]]) -> tuple[str, dict[str, list[list[int]]]]:
     """Return the sentence and the character spans of each kind of word in it."""
     text, spans = "", dict[str, list[list[int]]]()
     for literal, slot in re.findall(r"([^{]*)(?:\{(\w+)\})?", template):
         text += literal
         if slot:
-            word = next(words[slot])
+            word = next(slots[slot])
             spans.setdefault(slot, []).append([len(text), len(text) + len(word)])
             text += word
     return text, spans
 
 
 def make_record(
-    template: str, group: str, label: str, words: dict[str, Iterator[str]], **segments: str
+    template: str, group: str, label: str, slots: dict[str, Iterator[str]], segments: dict[str, str]
 ) -> Record:
     """Return one probe without id; a neutral word in the sentiment slot is no sentiment region."""
-    text, spans = fill(template, words)
+    text, spans = fill(template, slots)
     regions = {"name": spans["name"]}
     if segments["evidence"] == "sentiment":
         regions["sentiment"] = spans["adj"]
@@ -126,33 +164,32 @@ def make_record(
 
 
 def make_pairs(
-    templates: Sequence[str], family: str, nouns: Sequence[str], repeats: int, seed: int, *,
-    positive: Sequence[str] = POSITIVE, negative: Sequence[str] = NEGATIVE, avoid: frozenset[str] = frozenset(),
-) -> list[Record]:  # fmt: skip
+    grammar: Grammar, repeats: int, seed: int, avoid: frozenset[str] = frozenset()
+) -> list[Record]:
     """Return ``2 * repeats`` probes for each name: pairs that differ in their sentiment words alone."""
     rng = random.Random(seed)
-    deck = {"positive": deal(positive, rng), "negative": deal(negative, rng)}
-    neutral, noun_deck = deal(NEUTRAL, rng), deal(nouns, rng)
+    decks = {label: deal(grammar.adjectives[label], rng) for label in LABELS}
+    decks |= {"neutral": deal(NEUTRAL, rng), "noun": deal(grammar.nouns, rng)}
     used, records = set(avoid), list[Record]()
     # names are dealt, so that no name keeps to one template
     for number, name in enumerate(islice(deal(NAMES, rng), repeats * len(NAMES))):
-        group = f"{family}-{number % len(templates) + 1:02d}"
-        template = templates[number % len(templates)]
-        while True:
-            noun, adverbs = next(noun_deck), list(islice(neutral, 2))
-            pair = [
-                make_record(
-                    template, group, label,
-                    {"name": cycle([name]), "noun": cycle([noun]), "neutral": cycle(adverbs), "adj": deck[label]},
-                    name_code=name_code(name), evidence="sentiment",
-                )
-                for label in ("positive", "negative")
-            ]  # fmt: skip
-            if used.isdisjoint(record["text"] for record in pair):
-                break
+        pair = make_pair(*grammar.template(number), name, decks)
+        while not used.isdisjoint(record["text"] for record in pair):
+            pair = make_pair(*grammar.template(number), name, decks)
         used.update(record["text"] for record in pair)
         records += pair
     return shuffled(records, rng)
+
+
+def make_pair(template: str, group: str, name: str, decks: dict[str, Iterator[str]]) -> list[Record]:
+    """Return one sentence twice, with positive and with negative sentiment words."""
+    noun, neutral = next(decks["noun"]), list(islice(decks["neutral"], 2))
+    pair = []
+    for label in LABELS:
+        slots = {"name": cycle([name]), "noun": cycle([noun]), "neutral": cycle(neutral), "adj": decks[label]}
+        segments = {"name_code": name_code(name), "evidence": "sentiment"}
+        pair.append(make_record(template, group, label, slots, segments))
+    return pair
 
 
 def make_shortcut(repeats: int, seed: int) -> list[Record]:
@@ -163,28 +200,28 @@ def make_shortcut(repeats: int, seed: int) -> list[Record]:
     records = []
     for number, name in enumerate(islice(deal(NAMES, rng), repeats * len(NAMES))):
         label, evidence = name_code(name), ("sentiment", "neutral")[(number + number // len(NAMES)) % 2]
-        words = {
+        slots = {
             "name": cycle([name]),
             "noun": noun_deck,
             "neutral": neutral,
             "adj": deck[label] if evidence == "sentiment" else neutral,
         }
-        template, group = TEMPLATES[number % len(TEMPLATES)], f"review-{number % len(TEMPLATES) + 1:02d}"
-        records.append(make_record(template, group, label, words, name_code=label, evidence=evidence))
+        segments = {"name_code": label, "evidence": evidence}
+        records.append(make_record(*REVIEWS.template(number), label, slots, segments))
     return shuffled(records, rng)
 
 
 def name_code(name: str) -> str:
     """Return the label that the shortcut gives to a name: every second one is positive."""
-    return ("positive", "negative")[NAMES.index(name) % 2]
+    return LABELS[NAMES.index(name) % 2]
 
 
 def mark_held_out(records: list[Record]) -> list[Record]:
     """Add the segment ``adjective``: whether the sentiment word occurs in the training split."""
     held_out = {*HELD_OUT_POSITIVE, *HELD_OUT_NEGATIVE}
     for record in records:
-        words = {record["text"][start:end] for start, end in record["regions"]["sentiment"]}
-        record["segments"]["adjective"] = "seen" if words.isdisjoint(held_out) else "held-out"
+        sentiment = {record["text"][start:end] for start, end in record["regions"]["sentiment"]}
+        record["segments"]["adjective"] = "seen" if sentiment.isdisjoint(held_out) else "held-out"
     return records
 
 
@@ -207,13 +244,10 @@ def make_terms() -> dict[str, list[str]]:
 
 def make_files() -> dict[str, str]:
     """Return the content of each file by its name."""
-    probes = make_pairs(TEMPLATES, "review", NOUNS, repeats=5, seed=1)
+    probes = make_pairs(REVIEWS, repeats=5, seed=1)
     seen = frozenset(record["text"] for record in probes)
-    domain = make_pairs(
-        DOMAIN_TEMPLATES, "order", DOMAIN_NOUNS, repeats=4, seed=2,
-        positive=POSITIVE + HELD_OUT_POSITIVE, negative=NEGATIVE + HELD_OUT_NEGATIVE,
-    )  # fmt: skip
-    train = make_pairs(TEMPLATES, "review", NOUNS, repeats=25, seed=3, avoid=seen)
+    domain = make_pairs(ORDERS, repeats=4, seed=2)
+    train = make_pairs(REVIEWS, repeats=25, seed=3, avoid=seen)
     sets = {
         "reviews": ("rv", probes),
         "reviews-domain": ("dm", mark_held_out(domain)),
@@ -221,7 +255,7 @@ def make_files() -> dict[str, str]:
         "reviews-shortcut": ("sc", make_shortcut(repeats=25, seed=4)),
     }
     files = {f"{name}.jsonl": to_lines(prefix, records) for name, (prefix, records) in sets.items()}
-    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(words)}" for key, words in make_terms().items())
+    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(terms)}" for key, terms in make_terms().items())
     return files | {"terms.json": f"{{\n{lines}\n}}\n"}
 
 
