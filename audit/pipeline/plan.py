@@ -205,7 +205,7 @@ def capture_settings(config: AuditConfig) -> CaptureSettings:
     device = device_type(config.capture.device)
     return CaptureSettings(
         dtype=config.capture.dtype or "float32",
-        attention_implementation=config.capture.attention_implementation or "sdpa",
+        attention_implementation=config.capture.attention_implementation or "auto",
         device_type=device,
         batch_tokens=config.capture.batch_tokens,
         max_length=config.probes.max_length,

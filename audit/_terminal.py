@@ -1,0 +1,59 @@
+"""Progress bars on standard error, and results on standard output."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from audit.pipeline.plan import Progress
+
+
+@contextmanager
+def progress_bars(*, enabled: bool = True) -> Iterator[Progress | None]:
+    """Yield a callback that draws one bar with its ETA for each stage on standard error.
+
+    Where standard error is no terminal, each finished stage is one line instead.
+    """
+    if not enabled:
+        yield None
+        return
+    if not sys.stderr.isatty():
+        yield _line_per_stage
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    bars = Progress(
+        TextColumn("{task.description:<32}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        console=Console(stderr=True),
+    )
+    stages: dict[str, object] = {}
+
+    def report(stage: str, done: int, total: int) -> None:
+        if stage not in stages:
+            stages[stage] = bars.add_task(stage, total=total)
+        bars.update(stages[stage], completed=done, total=total)  # type: ignore[arg-type]
+
+    with bars:
+        yield report
+
+
+def _line_per_stage(stage: str, done: int, total: int) -> None:
+    if done >= total:
+        print(f"{stage}: {total}/{total}", file=sys.stderr, flush=True)
+
+
+def say(text: str) -> None:
+    """Print a result on standard output."""
+    print(text, flush=True)
+
+
+def note(text: str) -> None:
+    """Print a remark on standard error."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,347 @@
+"""The command line: parse → pipeline → print → exit code; nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from audit._terminal import note, progress_bars, say
+from audit.errors import AuditError, ConfigError, ExitCode
+
+if TYPE_CHECKING:
+    from audit.config import AuditConfig
+    from audit.records import Comparison, Verdict
+    from audit.store import Store
+
+app = typer.Typer(
+    name="audit",
+    help="Did this model's attention move to other parts of its input, and by more than re-training does?",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="[CONFIG]", help="An audit.toml.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Allow = Annotated[
+    list[str] | None, typer.Option("--allow", help="'inconclusive' exits 0 instead of 4; recorded.")
+]
+Mismatch = Annotated[
+    bool, typer.Option("--allow-mismatch", help="Compare runs with different settings; never PASS.")
+]
+Html = Annotated[Path | None, typer.Option("--html", help="Write a self-contained HTML report.")]
+Markdown = Annotated[Path | None, typer.Option("--markdown", help="Append a Markdown summary to this file.")]
+Junit = Annotated[Path | None, typer.Option("--junit", help="Write JUnit XML.")]
+StoreUrl = Annotated[str | None, typer.Option("--store", help="The store; default data/store.")]
+UsePrefect = Annotated[bool, typer.Option("--prefect", help="Run as a Prefect flow.")]
+
+DEFAULT_CONFIG = Path("audit.toml")
+
+
+def main() -> None:
+    """Run the command line and exit; the console script."""
+    try:
+        code = app(standalone_mode=False)
+    except AuditError as error:
+        note(f"audit: {error}")
+        sys.exit(int(error.exit_code))
+    except (KeyboardInterrupt, typer.Abort):
+        note("audit: interrupted; run the same command again to resume")
+        sys.exit(int(ExitCode.INTERRUPTED))
+    except typer.Exit as stop:
+        sys.exit(stop.exit_code)
+    except Exception as error:
+        _usage_or_bug(error)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _usage_or_bug(error: Exception) -> None:
+    show = getattr(error, "show", None)
+    if show is not None:  # a usage error of the parser
+        show()
+        sys.exit(getattr(error, "exit_code", int(ExitCode.USAGE)))
+    traceback.print_exc()
+    note("audit: this is a bug; please report it with the lines above")
+    sys.exit(int(ExitCode.BUG))
+
+
+@app.command()
+def run(
+    config: ConfigPath = DEFAULT_CONFIG,
+    prefect: UsePrefect = False,
+    allow: Allow = None,
+    allow_mismatch: Mismatch = False,
+    html: Html = None,
+    markdown: Markdown = None,
+    junit: Junit = None,
+    as_json: Json = False,
+) -> None:
+    """Capture what is missing, compare, and judge: the CI gate in one command."""
+    from audit.config import load_config
+    from audit.pipeline import run_audit
+
+    settings = load_config(config)
+    permitted = _permitted(allow, allow_mismatch)
+    with progress_bars() as progress:
+        if prefect:
+            verdict = _flow(config, permitted, progress)
+        else:
+            verdict = run_audit(settings, progress=progress, allow=permitted)
+    _finish(_store(settings.store.url), verdict, settings, html, markdown, junit, as_json)
+
+
+@app.command()
+def capture(
+    config: ConfigPath = DEFAULT_CONFIG,
+    role: Annotated[str | None, typer.Option(help="Only before, after or replicate-<i>.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Capture the runs of a configuration into its store, resuming unfinished ones."""
+    from audit.config import load_config
+    from audit.pipeline import capture_all, plan_audit
+
+    plans = [plan for plan in plan_audit(load_config(config)) if role in (None, plan.role.partition("@")[0])]
+    if not plans:
+        raise ConfigError(f"{config} has no checkpoint as {role!r}; use before, after or replicate-<i>")
+    with progress_bars() as progress:
+        runs = capture_all(plans, progress=progress)
+    say(json.dumps(runs) if as_json else "\n".join(f"{name}\t{run_id}" for name, run_id in runs.items()))
+
+
+@app.command()
+def compare(
+    before: Annotated[str, typer.Argument(help="Id of the run before.")],
+    after: Annotated[str, typer.Argument(help="Id of the run after.")],
+    replicate: Annotated[list[str] | None, typer.Option(help="Id of a replicate's run; repeatable.")] = None,
+    store: StoreUrl = None,
+    as_json: Json = False,
+) -> None:
+    """Compare two stored runs, without a policy."""
+    from audit.pipeline import compare_runs, publish
+    from audit.report import to_json, to_text
+
+    where = _store(store)
+    comparison = publish(where, compare_runs(before, after, replicates=replicate or (), store=where), None)
+    say(to_json(comparison, None) if as_json else to_text(comparison, None))
+
+
+@app.command()
+def gate(
+    target: Annotated[str, typer.Argument(metavar="[CONFIG|COMPARISON]")] = str(DEFAULT_CONFIG),
+    store: StoreUrl = None,
+    allow: Allow = None,
+    allow_mismatch: Mismatch = False,
+    html: Html = None,
+    markdown: Markdown = None,
+    junit: Junit = None,
+    as_json: Json = False,
+) -> None:
+    """Judge stored runs, or a stored comparison; needs neither torch nor the models."""
+    from audit.config import load_config
+    from audit.pipeline import gate_comparison, gate_runs
+
+    permitted = _permitted(allow, allow_mismatch)
+    if target.startswith("cmp-"):
+        where, settings = _store(store), None
+        verdict = gate_comparison(where, target, allow=permitted)
+    else:
+        settings = load_config(target)
+        where = _store(settings.store.url)
+        verdict = gate_runs(settings, allow=permitted)
+    _finish(where, verdict, settings, html, markdown, junit, as_json)
+
+
+@app.command()
+def floor(
+    config: ConfigPath = DEFAULT_CONFIG,
+    out: Annotated[Path, typer.Option(help="The file to write.")] = Path("floor.json"),
+    as_json: Json = False,
+) -> None:
+    """Freeze the baseline and the replicates' reliance into one small file."""
+    from audit.config import load_config
+    from audit.pipeline import freeze_config_floor
+
+    path = freeze_config_floor(load_config(config), out)
+    size = path.stat().st_size
+    say(json.dumps({"floor": str(path), "bytes": size}) if as_json else f"{path} ({size / 1024:.0f} KiB)")
+
+
+@app.command()
+def report(
+    comparison: Annotated[str, typer.Argument(help="Id of a stored comparison.")],
+    config: Annotated[Path | None, typer.Option(help="Names the probe file for example maps.")] = None,
+    store: StoreUrl = None,
+    html: Html = None,
+    markdown: Markdown = None,
+    junit: Junit = None,
+    as_json: Json = False,
+) -> None:
+    """Print a stored comparison again, or write it as HTML, Markdown or JUnit XML."""
+    from audit.config import load_config
+
+    settings = load_config(config) if config is not None else None
+    where = _store(store or (settings.store.url if settings else None))
+    _emit(where, where.comparison(comparison), where.verdict(comparison), settings, html, markdown, junit, as_json)
+
+
+@app.command(name="list")
+def list_(store: StoreUrl = None, as_json: Json = False) -> None:
+    """List the runs and comparisons of a store."""
+    from audit.report import list_table
+
+    where = _store(store)
+    runs, comparisons = where.runs(), where.comparisons()
+    say(json.dumps({"runs": runs, "comparisons": comparisons}) if as_json else list_table(runs, comparisons))
+
+
+@app.command()
+def verify(
+    identifier: Annotated[str | None, typer.Argument(metavar="[RUN|COMPARISON]")] = None,
+    store: StoreUrl = None,
+    as_json: Json = False,
+) -> None:
+    """Check the hashes of stored files and the chain of the log."""
+    where = _store(store)
+    names = [identifier] if identifier else [*where.run_ids(), *(c["id"] for c in where.comparisons())]
+    problems = [problem for name in names for problem in where.verify(name)] + list(where.verify_log())
+    if as_json:
+        say(json.dumps({"checked": names, "problems": problems}))
+    else:
+        say("\n".join([*problems, f"{len(names)} checked, {len(problems)} problems"]))
+    if problems:
+        raise typer.Exit(int(ExitCode.STORE))
+
+
+@app.command()
+def init(
+    model: Annotated[str, typer.Argument(help="The checkpoint before: a directory or hub id.")],
+    probes: Annotated[Path, typer.Argument(help="The probe set.")],
+    after: Annotated[str | None, typer.Option(help="The checkpoint to judge.")] = None,
+    replicates: Annotated[str | None, typer.Option(help="Path or glob of harmless re-trainings.")] = None,
+    out: Annotated[Path, typer.Option(help="The configuration to write.")] = DEFAULT_CONFIG,
+    force: Annotated[bool, typer.Option(help="Overwrite an existing file.")] = False,
+) -> None:
+    """Look at a model and a probe set, and write an audit.toml that runs."""
+    from audit.pipeline import write_initial_config
+
+    for line in write_initial_config(model, probes, out, after=after, replicates=replicates, force=force):
+        say(line)
+
+
+@app.command()
+def serve(config: Annotated[list[Path], typer.Argument(help="One or more audit.toml with [schedule].")]) -> None:
+    """Serve the schedules of one or more configurations through Prefect."""
+    from flows.serve import serve_audits
+
+    serve_audits(config)
+
+
+@app.command()
+def dashboard(
+    store: StoreUrl = None,
+    port: Annotated[int, typer.Option(help="Port on this machine.")] = 8501,
+    config: Annotated[list[Path] | None, typer.Option(help="Configurations whose probes are shown.")] = None,
+) -> None:
+    """Open the dashboard on a store."""
+    import dashboards
+
+    _need("streamlit", "dashboard")
+    page = Path(dashboards.__file__).with_name("app.py")
+    environment = {**os.environ, "ROLLOUT_AUDIT_STORE": _store(store).url}
+    if config:
+        environment["ROLLOUT_AUDIT_CONFIGS"] = os.pathsep.join(str(path.resolve()) for path in config)
+    command = [sys.executable, "-m", "streamlit", "run", str(page), f"--server.port={port}"]
+    options = ["--server.address=127.0.0.1", "--browser.gatherUsageStats=false", "--server.headless=true"]
+    note(f"dashboard: http://127.0.0.1:{port} (Ctrl-C ends it)")
+    raise typer.Exit(subprocess.run([*command, *options], env=environment, check=False).returncode)
+
+
+@app.command()
+def demo(
+    root: Annotated[Path, typer.Option(help="Folder for the demo's data, models and store.")] = Path("data"),
+    as_json: Json = False,
+) -> None:
+    """Train small models, plant shortcuts in them, and audit them: the whole product in three minutes."""
+    from flows.demo_flow import run_demo
+
+    with progress_bars() as progress:
+        summary = run_demo(root, progress=progress)
+    say(json.dumps(summary.as_dict()) if as_json else summary.as_text())
+
+
+def _store(url: str | None) -> Store:
+    from audit.config import DEFAULT_STORE
+    from audit.store import Store
+
+    return Store(url or DEFAULT_STORE)
+
+
+def _permitted(allow: list[str] | None, mismatch: bool) -> tuple[str, ...]:
+    unknown = set(allow or ()) - {"inconclusive"}
+    if unknown:
+        raise typer.BadParameter(f"--allow takes 'inconclusive', got {sorted(unknown)[0]!r}")
+    return (*(allow or ()), *(("mismatch",) if mismatch else ()))
+
+
+def _flow(config: Path, allow: tuple[str, ...], progress: Any) -> Verdict:
+    _need("prefect", "flows")
+    from flows.audit_flow import run_flow
+
+    return run_flow(config, allow=allow, progress=progress)
+
+
+def _need(package: str, extra: str) -> None:
+    from importlib.util import find_spec
+
+    if find_spec(package) is None:
+        raise ConfigError(f"{package} is not installed; pip install 'rollout-audit[{extra}]'")
+
+
+def _finish(
+    store: Store,
+    verdict: Verdict,
+    config: AuditConfig | None,
+    html: Path | None,
+    markdown: Path | None,
+    junit: Path | None,
+    as_json: bool,
+) -> None:
+    if verdict.comparison_id is None:
+        raise ConfigError("the verdict belongs to no stored comparison; run `audit run CONFIG`")
+    comparison = store.comparison(verdict.comparison_id)
+    _emit(store, comparison, verdict, config, html, markdown, junit, as_json)
+    raise typer.Exit(verdict.exit_code)
+
+
+def _emit(
+    store: Store,
+    comparison: Comparison,
+    verdict: Verdict | None,
+    config: AuditConfig | None,
+    html: Path | None,
+    markdown: Path | None,
+    junit: Path | None,
+    as_json: bool,
+) -> None:
+    from audit import report as renderers
+
+    say(renderers.to_json(comparison, verdict) if as_json else renderers.to_text(comparison, verdict))
+    if html is not None:
+        from audit.pipeline import write_html
+
+        note(f"HTML report: {write_html(store, comparison, verdict, html, config=config)}")
+    if markdown is not None:
+        markdown.parent.mkdir(parents=True, exist_ok=True)
+        with markdown.open("a", encoding="utf-8") as file:
+            file.write(renderers.to_markdown(comparison, verdict) + "\n")
+    if junit is not None:
+        junit.parent.mkdir(parents=True, exist_ok=True)
+        junit.write_text(renderers.to_junit(comparison, verdict), encoding="utf-8")

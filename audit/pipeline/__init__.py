@@ -1,0 +1,37 @@
+"""The joints of the product: plan, capture, compare, gate, confirm, approve.
+
+Only these modules know models, probes, capture and store at once. Each step takes and returns ids,
+paths and records, so that a loop (:func:`capture_run`), a Prefect flow and a dashboard can all drive it.
+"""
+
+from audit.pipeline.capture import capture_all, capture_run, capture_shard, publish_run
+from audit.pipeline.compare import compare_runs, compare_subset
+from audit.pipeline.confirm import confirm_regions
+from audit.pipeline.examples import example_maps
+from audit.pipeline.floor import freeze_floor, read_floor
+from audit.pipeline.gate import compare_config, gate_comparison, gate_runs, run_audit
+from audit.pipeline.maps import compute_maps, compute_reliance
+from audit.pipeline.plan import Progress, RunPlan, plan_audit, plan_run
+
+__all__ = [
+    "Progress",
+    "RunPlan",
+    "capture_all",
+    "capture_run",
+    "capture_shard",
+    "compare_config",
+    "compare_runs",
+    "compare_subset",
+    "compute_maps",
+    "compute_reliance",
+    "confirm_regions",
+    "example_maps",
+    "freeze_floor",
+    "gate_comparison",
+    "gate_runs",
+    "plan_audit",
+    "plan_run",
+    "publish_run",
+    "read_floor",
+    "run_audit",
+]

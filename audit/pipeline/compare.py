@@ -1,0 +1,294 @@
+"""Two runs and their replicates → a :class:`Comparison` with every cell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from audit.compare import compare_distances, compare_interaction, compare_tables
+from audit.config import RESAMPLES
+from audit.errors import NothingEvaluatedError, ProbeError
+from audit.metrics import js_distance, wasserstein
+from audit.pipeline.runs import RunData, mismatches, read_run
+from audit.records import Cell, Column, Comparison, Policy, ShareTable
+from audit.store import Store
+
+DISTANCES = {"js_distance": js_distance, "wasserstein": wasserstein}
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Level, resamples and seed of a comparison's intervals."""
+
+    alpha: float = Policy.alpha
+    resamples: int = RESAMPLES
+    seed: int = 0
+
+
+def compare_runs(
+    before: RunData | str,
+    after: RunData | str,
+    *,
+    replicates: Sequence[RunData | str] = (),
+    domain: tuple[RunData, RunData, Sequence[RunData]] | None = None,
+    store: Store | None = None,
+    paired: bool = True,
+    statistics: Statistics | None = None,
+) -> Comparison:
+    """Compare two runs.
+
+    Parameters
+    ----------
+    before, after : RunData or run id
+        Ids are read from `store`.
+    replicates : sequence of RunData or run id
+        Harmless re-trainings of the same base on the same probes; a plain id counts as kind ``seed``.
+    domain : (before, after, replicates), optional
+        The same checkpoints on the second probe set: the 2×2 that tells model drift from data drift.
+    store : Store, optional
+    paired : bool
+        False for one checkpoint on two probe sets.
+    statistics : Statistics, optional
+
+    Returns
+    -------
+    Comparison
+
+    Raises
+    ------
+    ProbeError
+        When a paired comparison's runs have different probes or regions.
+    NothingEvaluatedError
+        When an unpaired comparison's probe sets are the same.
+    """
+    statistics = statistics or Statistics()
+    before, after = _as_run(before, store), _as_run(after, store)
+    repeats = [_as_run(one, store, kind="seed") for one in replicates]
+    check_comparable(before, after, repeats, paired=paired)
+    if paired:
+        cells, identical = _paired_cells(before, after, repeats, statistics)
+        if domain is not None:
+            cells += _interaction_cells(before, after, repeats, domain, statistics)
+    else:
+        identical = False
+        cells = _unpaired_cells(before, after, statistics)
+    return Comparison(
+        kind="paired" if paired else "unpaired",
+        cells=tuple(cells),
+        alpha=statistics.alpha,
+        n_probes=len(after.shares.probe_ids),
+        n_clusters=len(set(after.groups)) if after.groups else None,
+        before=before.ref,
+        after=after.ref,
+        replicates=tuple(one.ref for one in repeats),
+        replicate_kinds=tuple(one.ref.kind or "seed" for one in repeats),
+        identical_maps=identical,
+        same_weights=before.ref.weights_digest == after.ref.weights_digest if paired else None,
+        mismatches=mismatches(before, after, *repeats),
+        method=after.identity["method"].split(" ")[0],
+        settings={"alpha": statistics.alpha, "resamples": statistics.resamples, "seed": statistics.seed},
+        predictions=prediction_changes(before, after) if paired else {},
+    )
+
+
+def compare_subset(
+    store: Store, comparison: Comparison, probe_ids: Iterable[str], *, statistics: Statistics | None = None
+) -> tuple[Cell, ...]:
+    """Return the shift cells of a selection of a stored comparison's probes.
+
+    Replicates that are still in the store are taken along; nothing is written.
+
+    Raises
+    ------
+    NothingEvaluatedError
+        When no probe is selected.
+    """
+    statistics = statistics or Statistics(alpha=comparison.alpha)
+    wanted = set(probe_ids)
+    if comparison.before is None or comparison.after is None or not wanted:
+        raise NothingEvaluatedError("the selection holds no probe; widen the filter")
+    runs = [
+        _select(read_run(store, ref.run_id, kind=ref.kind), wanted)
+        for ref in (comparison.before, comparison.after, *comparison.replicates)
+        if store.has_run(ref.run_id)
+    ]
+    before, after, *repeats = runs
+    return tuple(_table_cells(before, after, repeats, statistics))
+
+
+def _as_run(run: RunData | str, store: Store | None, *, kind: str | None = None) -> RunData:
+    if isinstance(run, RunData):
+        return run
+    if store is None:
+        raise ValueError(f"store: expected a Store to read {run!r} from, got None")
+    return read_run(store, run, kind=kind)
+
+
+def check_comparable(before: RunData, after: RunData, repeats: Sequence[RunData], *, paired: bool) -> None:
+    """Refuse runs of other probes or regions, and one probe set as its own domain."""
+    if not paired and before.inputs_digest == after.inputs_digest:
+        raise NothingEvaluatedError(
+            f"both probe sets of {before.ref.run_id} are the same; name another one as [domain]"
+        )
+    others = [after, *repeats] if paired else []
+    for other in others:
+        if other.inputs_digest != before.inputs_digest:
+            raise ProbeError(
+                f"{before.ref.run_id} and {other.ref.run_id} were captured on different probe sets "
+                f"({before.inputs_digest[:12]} and {other.inputs_digest[:12]}); capture both on one, "
+                "or name the second as [domain]"
+            )
+    for other in [after, *repeats]:
+        if set(other.shares.columns) != set(before.shares.columns):
+            odd = {c.region for c in set(other.shares.columns) ^ set(before.shares.columns)}
+            raise ProbeError(
+                f"{before.ref.run_id} and {other.ref.run_id} have different regions "
+                f"({', '.join(sorted(odd))}); capture both with one [regions]"
+            )
+
+
+def _select(run: RunData, wanted: set[str]) -> RunData:
+    keep = [i for i, probe_id in enumerate(run.shares.probe_ids) if probe_id in wanted]
+    return replace(
+        run,
+        shares=_rows(run.shares, keep),
+        layer_shares=None if run.layer_shares is None else _rows(run.layer_shares, keep),
+        groups=tuple(run.groups[i] for i in keep) if run.groups else (),
+        segments={key: tuple(values[i] for i in keep) for key, values in run.segments.items()},
+    )
+
+
+def _rows(table: ShareTable, keep: list[int]) -> ShareTable:
+    return ShareTable(tuple(table.probe_ids[i] for i in keep), table.columns, table.values[keep])
+
+
+def _options(before: RunData, repeats: Sequence[RunData], statistics: Statistics) -> dict[str, Any]:
+    return {
+        "groups": list(before.groups) or None,
+        "alpha": statistics.alpha,
+        "resamples": statistics.resamples,
+        "seed": statistics.seed,
+        "replicate_kinds": tuple(one.ref.kind or "seed" for one in repeats),
+    }
+
+
+def _table_cells(
+    before: RunData, after: RunData, repeats: Sequence[RunData], statistics: Statistics, effect: str = "model"
+) -> list[Cell]:
+    options = {**_options(before, repeats, statistics), "effect": effect}
+    cells = list(
+        compare_tables(
+            before.shares,
+            after.shares,
+            [one.shares for one in repeats],
+            segments=dict(before.segments) or None,
+            **options,
+        )
+    )
+    runs = [before, after, *repeats]
+    tables = [one.layer_shares for one in runs if one.layer_shares is not None]
+    if len(tables) == len(runs) and tables[0].columns:
+        cells += compare_tables(tables[0], tables[1], tables[2:], **options)
+    return cells
+
+
+def _paired_cells(
+    before: RunData, after: RunData, repeats: Sequence[RunData], statistics: Statistics
+) -> tuple[list[Cell], bool]:
+    cells = _table_cells(before, after, repeats, statistics)
+    if any(one.store is None for one in (before, after)):
+        return cells, False
+    distances = map_distances(before, after)
+    null = [map_distances(before, one) for one in repeats if one.store is not None]
+    null = null if len(null) == len(repeats) else []
+    options = _options(before, repeats, statistics)
+    del options["replicate_kinds"]
+    for (measure, column), values in distances.items():
+        others = [one[measure, column] for one in null]
+        cells.append(compare_distances(measure, values, others, column=column, **options))
+    return cells, all(_all_zero(values) for values in distances.values())
+
+
+def _all_zero(values: NDArray[np.float64]) -> bool:
+    return bool(np.all(values == 0.0))
+
+
+def map_distances(before: RunData, after: RunData) -> dict[tuple[str, Column], NDArray[np.float64]]:
+    """Return each distance between the maps of two runs, per probe, for the stack and every layer.
+
+    NaN marks a probe whose maps have different positions (another tokenizer or patch grid).
+    """
+    rows: dict[tuple[str, Column], list[float]] = {}
+    for one, other in zip(before.maps(), after.maps(), strict=True):
+        comparable = one.probe_id == other.probe_id and len(one.weights) == len(other.weights)
+        for name, distance in DISTANCES.items():
+            key = (name, Column("*", one.stream))
+            rows.setdefault(key, []).append(
+                float(distance(one.weights, other.weights)) if comparable else np.nan
+            )
+            if one.layers is None or other.layers is None or one.layers.shape != other.layers.shape:
+                continue
+            for layer, value in enumerate(distance(one.layers, other.layers)):
+                rows.setdefault((name, Column("*", one.stream, layer)), []).append(float(value))
+    return {key: np.array(values) for key, values in rows.items()}
+
+
+def _interaction_cells(
+    before: RunData,
+    after: RunData,
+    repeats: Sequence[RunData],
+    domain: tuple[RunData, RunData, Sequence[RunData]],
+    statistics: Statistics,
+) -> list[Cell]:
+    before_domain, after_domain, repeats_domain = domain
+    cells = _table_cells(before_domain, after_domain, repeats_domain, statistics, "model_on_domain")
+    cells += _unpaired_cells(before, before_domain, statistics)
+    options = _options(before, repeats, statistics)
+    del options["groups"]
+    cells += compare_interaction(
+        before.shares,
+        after.shares,
+        before_domain.shares,
+        after_domain.shares,
+        [(one.shares, two.shares) for one, two in zip(repeats, repeats_domain, strict=True)],
+        groups=list(before.groups) or None,
+        domain_groups=list(before_domain.groups) or None,
+        **options,
+    )
+    return cells
+
+
+def _unpaired_cells(before: RunData, after: RunData, statistics: Statistics) -> list[Cell]:
+    """Return the cells of one checkpoint on two probe sets."""
+    options = _options(before, (), statistics)
+    del options["groups"]
+    groups = (list(before.groups), list(after.groups)) if before.groups and after.groups else None
+    return list(
+        compare_tables(before.shares, after.shares, groups=groups, paired=False, effect="data", **options)
+    )
+
+
+def prediction_changes(before: RunData, after: RunData) -> Mapping[str, Any]:
+    """Return how many predictions changed, became wrong and became right, and both accuracies."""
+    if before.store is None or after.store is None:
+        return {}
+    one = before.store.predictions(before.ref.run_id)
+    two = after.store.predictions(after.ref.run_id)
+    old, new = np.array(one["predicted"].to_list()), np.array(two["predicted"].to_list())
+    if old.dtype == object or new.dtype == object:
+        return {}  # a backbone without a task head predicts nothing
+    found: dict[str, Any] = {"n": len(old), "changed": int((old != new).sum())}
+    labels = np.array(one["label"].to_list())
+    if labels.dtype != object:
+        right_before, right_after = old == labels, new == labels
+        found |= {
+            "accuracy_before": float(right_before.mean()),
+            "accuracy_after": float(right_after.mean()),
+            "newly_wrong": int((right_before & ~right_after).sum()),
+            "fixed": int((~right_before & right_after).sum()),
+        }
+    return found

@@ -1,0 +1,101 @@
+"""Maps and reliance straight from a loaded checkpoint, without a store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from audit.probes import as_probes, load_annotations, read_probes
+from audit.records import CaptureSettings, Checkpoint, Map, Method, Probe, ProbeSet, Region, Reliance
+from audit.regions import expand_regions, parse_regions, reliance
+
+Probes = ProbeSet | str | Path | Iterable[Probe | str | Mapping[str, Any]]
+
+
+def compute_maps(
+    checkpoint: Checkpoint,
+    probes: Probes,
+    *,
+    method: str | Method = "rollout",
+    row: str = "auto",
+    target: Any = None,
+    settings: CaptureSettings | None = None,
+    **params: Any,
+) -> Iterator[Map]:
+    """Yield the maps of each probe, in the order of the probes.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        From :func:`audit.load_checkpoint`.
+    probes : ProbeSet, path, or iterable of Probe, text or mapping
+    method : str or Method
+        Name of the method; `params` are its parameters, for example ``residual=0.5``.
+    row : str
+        Output row that is read.
+    target : str, int or sequence, optional
+        Target class of gradient methods.
+    settings : CaptureSettings, optional
+
+    Yields
+    ------
+    Map
+        One for each probe × stream; weights sum to 1.
+
+    Raises
+    ------
+    ProbeError, CaptureError
+    """
+    from audit.capture import capture
+
+    record = method if isinstance(method, Method) else Method(method, row, params)
+    items = as_probe_list(probes)
+    for captured in capture(
+        checkpoint, items, method=record, settings=settings or CaptureSettings(), target=target
+    ):
+        yield from captured.maps
+
+
+def compute_reliance(
+    checkpoint: Checkpoint,
+    probes: Probes,
+    regions: Mapping[str, Any] | Sequence[Region] = (),
+    *,
+    method: str | Method = "rollout",
+    row: str = "auto",
+    target: Any = None,
+    settings: CaptureSettings | None = None,
+    **params: Any,
+) -> Iterator[Reliance]:
+    """Yield the reliance of each probe on each region; no map outlives its probe.
+
+    Parameters
+    ----------
+    regions : mapping as in ``[regions]`` of audit.toml, or sequence of Region
+        Annotated and automatic regions (``special``, ``first``) are added.
+
+    The other parameters are those of :func:`compute_maps`.
+
+    Yields
+    ------
+    Reliance
+        One for each probe × stream × region.
+    """
+    items = as_probe_list(probes)
+    given = parse_regions(regions) if isinstance(regions, Mapping) else tuple(regions)
+    every = expand_regions(given, items)
+    annotated = {probe.id: probe for probe in items}
+    for one in compute_maps(
+        checkpoint, items, method=method, row=row, target=target, settings=settings, **params
+    ):
+        yield from reliance(one, load_annotations(annotated[one.probe_id]), every)
+
+
+def as_probe_list(probes: Probes) -> tuple[Probe, ...]:
+    """Return probes in any of the accepted forms as records."""
+    if isinstance(probes, ProbeSet):
+        return probes.probes
+    if isinstance(probes, str | Path):
+        return read_probes(probes).probes
+    return as_probes(probes).probes

@@ -1,0 +1,59 @@
+"""The per-probe table that is stored beside a comparison."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from audit.pipeline.compare import map_distances
+from audit.pipeline.runs import read_run
+from audit.records import Comparison, ShareTable
+from audit.store import Store
+
+
+def probe_table(store: Store, comparison: Comparison) -> dict[str, list[Any]]:
+    """Return one row per probe × stream × region: both shares, their shift and the map distances.
+
+    Only runs that are in the store can be shown probe by probe; a floor's baseline gives an empty
+    table, as do the two probe sets of an unpaired comparison.
+
+    Returns
+    -------
+    dict of column name to list
+        ``probe_id, stream, region, before, after, shift, js_distance, wasserstein``; None where a region
+        is missing.
+    """
+    names = ("probe_id", "stream", "region", "before", "after", "shift", "js_distance", "wasserstein")
+    table: dict[str, list[Any]] = {name: [] for name in names}
+    one, two = comparison.before, comparison.after
+    if comparison.kind != "paired" or one is None or two is None or not store.has_run(one.run_id):
+        return table
+    before = read_run(store, one.run_id, layers=False)
+    after = read_run(store, two.run_id, layers=False)
+    distances = {
+        (measure, column.stream): values
+        for (measure, column), values in map_distances(before, after).items()
+        if column.layer is None
+    }
+    values_after = _aligned(after.shares, before.shares)
+    for index, column in enumerate(before.shares.columns):
+        old, new = before.shares.values[:, index], values_after[:, index]
+        table["probe_id"] += before.shares.probe_ids
+        table["stream"] += [column.stream] * len(old)
+        table["region"] += [column.region] * len(old)
+        table["before"] += _nullable(old)
+        table["after"] += _nullable(new)
+        table["shift"] += _nullable(new - old)
+        for measure in ("js_distance", "wasserstein"):
+            table[measure] += _nullable(distances[measure, column.stream])
+    return table
+
+
+def _aligned(table: ShareTable, like: ShareTable) -> np.ndarray[Any, Any]:
+    order = [table.columns.index(column) for column in like.columns]
+    return table.values[:, order]
+
+
+def _nullable(values: np.ndarray[Any, Any]) -> list[float | None]:
+    return [None if np.isnan(value) else float(value) for value in values]

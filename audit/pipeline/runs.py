@@ -1,0 +1,130 @@
+"""The runs of one audit as data: shares, groups and identity, from the store or from a frozen floor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from audit.errors import StoreError
+from audit.records import Map, RunRef, ShareTable
+from audit.store import Store
+
+
+@dataclass(frozen=True)
+class RunData:
+    """One run as the statistics see it.
+
+    `layer_shares` and `store` are None for a run that was read from a floor: it has shares of the
+    whole stack, but no maps.
+    """
+
+    ref: RunRef
+    inputs_digest: str
+    regions_digest: str
+    identity: Mapping[str, str]
+    shares: ShareTable
+    layer_shares: ShareTable | None = None
+    groups: tuple[str | None, ...] = ()
+    segments: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
+    store: Store | None = None
+
+    def maps(self) -> Iterator[Map]:
+        """Yield the maps in the order of the probes."""
+        if self.store is None:
+            raise StoreError(f"{self.ref.checkpoint} comes from a floor, which holds no maps; capture it")
+        return iter(self.store.iter_maps(self.ref.run_id))
+
+
+def read_run(store: Store, run_id: str, *, kind: str | None = None, layers: bool = True) -> RunData:
+    """Return a stored run.
+
+    Parameters
+    ----------
+    store : Store
+    run_id : str
+    kind : str, optional
+        Kind of replicate, when the run serves as one.
+    layers : bool
+        Read the shares of each layer too.
+
+    Returns
+    -------
+    RunData
+
+    Raises
+    ------
+    StoreError
+        When the run is missing, unfinished or damaged.
+    """
+    manifest = store.manifest(run_id)
+    groups, segments = read_annotations(store, run_id)
+    return RunData(
+        ref=run_ref(manifest, kind),
+        inputs_digest=manifest["inputs_digest"],
+        regions_digest=manifest["regions_digest"],
+        identity=identity(manifest),
+        shares=store.share_table(run_id),
+        layer_shares=store.share_table(run_id, layers=True) if layers else None,
+        groups=groups,
+        segments=segments,
+        store=store,
+    )
+
+
+def run_ref(manifest: Mapping[str, Any], kind: str | None = None) -> RunRef:
+    """Return how a comparison names the run of `manifest`."""
+    checkpoint = manifest["checkpoint"]
+    return RunRef(
+        run_id=manifest["id"],
+        checkpoint=checkpoint["ref"],
+        digest=checkpoint["digest"],
+        weights_digest=checkpoint["weights_digest"],
+        kind=kind,
+    )
+
+
+def identity(manifest: Mapping[str, Any]) -> dict[str, str]:
+    """Return the settings in which two runs must agree to be comparable."""
+    method, settings = manifest["method"], manifest["settings"]
+    transformers = manifest["versions"].get("transformers", "unknown")
+    return {
+        "method": f"{method['name']} {sorted(method['params'].items())}",
+        "row": method["row"],
+        "dtype": settings["dtype"],
+        "attention implementation": settings["attention_implementation"],
+        "device type": settings["device_type"],
+        "transformers": ".".join(transformers.split(".")[:2]),
+    }
+
+
+def mismatches(*runs: RunData) -> tuple[str, ...]:
+    """Return one line for each setting in which the runs differ."""
+    first = runs[0]
+    found: dict[str, None] = {}
+    for other in runs[1:]:
+        for name, value in first.identity.items():
+            if other.identity.get(name) != value:
+                found[f"{name}: {value} against {other.identity.get(name)}"] = None
+    return tuple(found)
+
+
+def read_annotations(
+    store: Store, run_id: str
+) -> tuple[tuple[str | None, ...], dict[str, tuple[str | None, ...]]]:
+    """Return the group of each probe (empty when no probe has one) and each segment's values."""
+    rows = store.predictions(run_id).select("group", "segments").to_dicts()
+    groups = tuple(row["group"] for row in rows)
+    per_probe = [_as_mapping(row["segments"]) for row in rows]
+    keys = sorted({key for segments in per_probe for key in segments})
+    segments = {key: tuple(one.get(key) for one in per_probe) for key in keys}
+    return (groups if any(group is not None for group in groups) else ()), segments
+
+
+def _as_mapping(value: Any) -> dict[str, str]:
+    """Return Parquet's map column, which polars reads as a list of key–value structs, as a dict."""
+    if value is None:
+        return {}
+    if isinstance(value, Mapping):
+        return {key: item for key, item in value.items() if item is not None}
+    return {item["key"]: item["value"] for item in value}
