@@ -4,14 +4,16 @@ Only these modules know models, probes, capture and store at once. Each step tak
 paths and records, so that a loop (:func:`capture_run`), a Prefect flow and a dashboard can all drive it.
 """
 
-from audit.pipeline.capture import capture_all, capture_run, capture_shard, publish_run
+from audit.pipeline.capture import capture_all, capture_run, capture_shard, check_run, publish_run
 from audit.pipeline.compare import compare_runs, compare_subset
 from audit.pipeline.confirm import confirm_regions
 from audit.pipeline.examples import example_maps
 from audit.pipeline.floor import freeze_floor, read_floor
-from audit.pipeline.gate import compare_config, gate_comparison, gate_runs, run_audit
+from audit.pipeline.gate import compare_config, freeze_config_floor, gate_comparison, gate_runs, run_audit
+from audit.pipeline.initial import write_initial_config
 from audit.pipeline.maps import compute_maps, compute_reliance
 from audit.pipeline.plan import Progress, RunPlan, plan_audit, plan_run
+from audit.pipeline.publish import publish, write_html
 
 __all__ = [
     "Progress",
@@ -19,6 +21,7 @@ __all__ = [
     "capture_all",
     "capture_run",
     "capture_shard",
+    "check_run",
     "compare_config",
     "compare_runs",
     "compare_subset",
@@ -26,12 +29,16 @@ __all__ = [
     "compute_reliance",
     "confirm_regions",
     "example_maps",
+    "freeze_config_floor",
     "freeze_floor",
     "gate_comparison",
     "gate_runs",
     "plan_audit",
     "plan_run",
+    "publish",
     "publish_run",
     "read_floor",
     "run_audit",
+    "write_html",
+    "write_initial_config",
 ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from datetime import UTC, datetime
+from pathlib import Path
 
 from audit.config import AuditConfig, CheckpointSection, ReplicateSection
 from audit.errors import CheckpointError, NothingEvaluatedError
@@ -11,9 +12,9 @@ from audit.gate import evaluate_gate
 from audit.pipeline.capture import capture_all
 from audit.pipeline.compare import Statistics, compare_runs
 from audit.pipeline.confirm import confirm_regions
-from audit.pipeline.floor import Floor, read_floor
+from audit.pipeline.floor import Floor, freeze_floor, read_floor
 from audit.pipeline.plan import Progress, plan_audit, plan_run, sources
-from audit.pipeline.publish import probe_table
+from audit.pipeline.publish import publish
 from audit.pipeline.runs import RunData, read_run
 from audit.records import Comparison, Outcome, Policy, Verdict
 from audit.store import Store
@@ -91,7 +92,7 @@ def gate_runs(
         found = confirm_regions(config, verdict, progress=progress)
         comparison = replace(comparison, confirmations=found)
         verdict = evaluate_gate(comparison, policy)
-    return publish(store, comparison, verdict)
+    return replace(verdict, comparison_id=publish(store, comparison, verdict))
 
 
 def gate_comparison(store: Store, comparison_id: str, *, allow: tuple[str, ...] = ()) -> Verdict:
@@ -166,14 +167,6 @@ def resolve(config: AuditConfig, store: Store, role: str, *, domain: bool = Fals
     return read_run(store, found[-1], kind=plan.kind)
 
 
-def publish(store: Store, comparison: Comparison, verdict: Verdict | None) -> Verdict:
-    """Store a comparison with its verdict and per-probe table; return the verdict with its id."""
-    identifier = store.write_comparison(comparison, verdict, probe_table(store, comparison))
-    if verdict is None:
-        raise ValueError("verdict: expected a Verdict, got None")
-    return replace(verdict, comparison_id=identifier)
-
-
 def with_allowed(policy: Policy, allow: tuple[str, ...]) -> Policy:
     """Return `policy` with what the command line allows added."""
     return replace(policy, allow=tuple(dict.fromkeys((*policy.allow, *allow))))
@@ -209,7 +202,9 @@ def _domain(config: AuditConfig, store: Store) -> tuple[RunData, RunData, list[R
     )
 
 
-def summary_row(store: Store, name: str, verdict: Verdict) -> dict[str, Any]:
-    """Return one line of the final table: the rule that decided, with its numbers."""
-    decisive = max(verdict.rules, key=lambda rule: rule.outcome == verdict.outcome)
-    return {"name": name, "outcome": verdict.outcome, "rule": decisive, "comparison": verdict.comparison_id}
+def freeze_config_floor(config: AuditConfig, path: str | Path) -> Path:
+    """Freeze the stored baseline and replicates of a configuration; see :func:`freeze_floor`."""
+    store = Store(config.store.url)
+    baseline = resolve(config, store, "before")
+    created = datetime.now(UTC).date().isoformat()
+    return freeze_floor(baseline, _replicates(config, store), path, created=created)

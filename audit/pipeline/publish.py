@@ -1,15 +1,40 @@
-"""The per-probe table that is stored beside a comparison."""
+"""Store a comparison with its verdict and per-probe table, and write its HTML report."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from audit.config import AuditConfig
 from audit.pipeline.compare import map_distances
+from audit.pipeline.examples import example_maps
 from audit.pipeline.runs import read_run
-from audit.records import Comparison, ShareTable
+from audit.records import Comparison, ShareTable, Verdict
+from audit.report import to_html
 from audit.store import Store
+
+
+def publish(store: Store, comparison: Comparison, verdict: Verdict | None) -> str:
+    """Store a comparison, its verdict where there is one, and its per-probe table; return its id."""
+    return store.write_comparison(comparison, verdict, probe_table(store, comparison))
+
+
+def write_html(
+    store: Store,
+    comparison: Comparison,
+    verdict: Verdict | None,
+    path: Path,
+    *,
+    config: AuditConfig | None = None,
+) -> Path:
+    """Write a self-contained HTML report with the probes that moved most; return its path."""
+    count = 6 if config is None else config.report.examples
+    examples = example_maps(store, comparison, config, count=count)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(to_html(comparison, verdict, examples), encoding="utf-8")
+    return path
 
 
 def probe_table(store: Store, comparison: Comparison) -> dict[str, list[Any]]:
