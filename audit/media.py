@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,14 +12,17 @@ from numpy.typing import NDArray
 
 from audit.errors import ProbeError
 
+IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff"})
+AUDIO_SUFFIXES = frozenset({".wav", ".flac", ".ogg", ".mp3", ".opus", ".aiff"})
 
-def load_image(source: str | NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Return the pixels of an image as RGB.
+
+def load_image(source: str | bytes | NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return the pixels of an image as RGB, as they are stored (no rotation by metadata).
 
     Parameters
     ----------
-    source : str or uint8 array (height, width) or (height, width, 3)
-        Path of an image file, or pixels.
+    source : str, bytes, or uint8 array (height, width) or (height, width, channel)
+        Path of an image file, its content, or pixels (grey, RGB or RGBA).
 
     Returns
     -------
@@ -25,19 +31,32 @@ def load_image(source: str | NDArray[np.uint8]) -> NDArray[np.uint8]:
     Raises
     ------
     ProbeError
-        When the file is missing or is not an image.
+        When the file is missing or is not an image, or the array is not one of pixels.
     """
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
-    if not isinstance(source, str):
-        return np.asarray(Image.fromarray(np.asarray(source)).convert("RGB"))
+    if isinstance(source, np.ndarray):
+        return _pixels(source)
+    name = source if isinstance(source, str) else "in the probe file"
     try:
-        with Image.open(source) as image:
+        with Image.open(source if isinstance(source, str) else io.BytesIO(source)) as image:
             return np.asarray(image.convert("RGB"))
     except FileNotFoundError:
-        raise ProbeError(f"image {source} does not exist; mend the path in the probe file") from None
-    except (UnidentifiedImageError, OSError) as error:
-        raise ProbeError(f"image {source} cannot be decoded ({error}); replace the file") from None
+        raise ProbeError(f"image {name} does not exist; mend the path in the probe file") from None
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise ProbeError(f"image {name} cannot be decoded ({_one_line(error)}); replace the file") from None
+
+
+def _pixels(array: NDArray[Any]) -> NDArray[np.uint8]:
+    from PIL import Image
+
+    grey_or_colour = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in {3, 4})
+    if array.dtype != np.uint8 or not grey_or_colour or not array.size:
+        raise ProbeError(
+            f"image array must be uint8 (height, width) or (height, width, 3 or 4), got {array.dtype} {array.shape}; "
+            "convert it"
+        )
+    return np.asarray(Image.fromarray(array).convert("RGB"))
 
 
 def load_mask(path: str) -> NDArray[np.float32]:
@@ -50,3 +69,115 @@ def load_mask(path: str) -> NDArray[np.float32]:
     """
     grey: NDArray[Any] = load_image(path).mean(axis=2)
     return (grey / 255.0).astype(np.float32)
+
+
+def image_size(source: str | NDArray[np.uint8]) -> tuple[int, int]:
+    """Return (height, width) of an image without decoding its pixels.
+
+    Raises
+    ------
+    ProbeError
+        When the file is missing or is not an image.
+    """
+    from PIL import Image
+
+    if not isinstance(source, str):
+        return source.shape[0], source.shape[1]
+    try:
+        with Image.open(source) as image:
+            return image.height, image.width
+    except OSError:
+        height, width, _ = load_image(source).shape  # raises with the reason
+        return height, width
+
+
+def save_image(path: Path, pixels: NDArray[np.uint8]) -> None:
+    """Write pixels as a PNG file, which loses nothing."""
+    from PIL import Image
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(path)
+
+
+def load_audio(source: str | bytes) -> tuple[NDArray[np.float32], int]:
+    """Return a sound as one channel and its sampling rate.
+
+    Parameters
+    ----------
+    source : str or bytes
+        Path of a sound file, or its content. WAV needs nothing else installed; other formats need
+        the package ``soundfile``.
+
+    Returns
+    -------
+    samples : float32 array (samples,)
+        In [-1, 1]; channels are averaged.
+    sampling_rate : int
+        In Hz.
+
+    Raises
+    ------
+    ProbeError
+        When the file is missing, cannot be decoded, or is empty.
+    """
+    name = source if isinstance(source, str) else "in the probe file"
+    try:
+        data = Path(source).read_bytes() if isinstance(source, str) else source
+    except OSError as error:
+        reason = (
+            "does not exist" if isinstance(error, FileNotFoundError) else f"is unreadable ({error.strerror})"
+        )
+        raise ProbeError(f"audio {name} {reason}; mend the path in the probe file") from None
+    samples, rate = _decode_wav(data, name) if data[:4] == b"RIFF" else _decode_other(data, name)
+    if not len(samples) or not np.isfinite(samples).all():
+        raise ProbeError(f"audio {name} has no samples, or samples that are no numbers; replace the file")
+    return samples, rate
+
+
+def _decode_wav(data: bytes, name: str) -> tuple[NDArray[np.float32], int]:
+    from scipy.io import wavfile
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", wavfile.WavFileWarning)  # unknown chunks carry no sound
+            rate, samples = wavfile.read(io.BytesIO(data))
+    except (ValueError, EOFError, OSError) as error:
+        raise ProbeError(f"audio {name} cannot be decoded ({_one_line(error)}); replace the file") from None
+    return _to_unit(samples), int(rate)
+
+
+def _to_unit(samples: NDArray[Any]) -> NDArray[np.float32]:
+    """Return integer or float samples (samples,) or (samples, channel) as float32 in [-1, 1]."""
+    if samples.dtype == np.uint8:
+        unit = (samples.astype(np.float32) - 128) / 128
+    elif np.issubdtype(samples.dtype, np.integer):
+        unit = samples / float(-np.iinfo(samples.dtype).min)
+    else:
+        unit = samples
+    return np.asarray(unit if unit.ndim == 1 else unit.mean(axis=1), dtype=np.float32)
+
+
+def _decode_other(data: bytes, name: str) -> tuple[NDArray[np.float32], int]:
+    try:
+        import soundfile
+    except ImportError:
+        raise ProbeError(
+            f"audio {name} is not a WAV file and soundfile is not installed; pip install soundfile, or convert it"
+        ) from None
+    try:
+        samples, rate = soundfile.read(io.BytesIO(data), dtype="float32")
+    except (RuntimeError, OSError) as error:
+        raise ProbeError(f"audio {name} cannot be decoded ({_one_line(error)}); replace the file") from None
+    return _to_unit(samples), int(rate)
+
+
+def save_audio(path: Path, samples: NDArray[np.float32], sampling_rate: int) -> None:
+    """Write one channel as a float32 WAV file, which loses nothing."""
+    from scipy.io import wavfile
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    wavfile.write(path, sampling_rate, np.asarray(samples, dtype=np.float32))
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,206 @@
+"""From positions to regions: weights of a region, and the share of a map that falls on it.
+
+How regions behave:
+
+- A region is a weight in [0, 1] for each position: 1 or 0 for tokens, the covered fraction of the
+  area for patches and of the duration for audio frames.
+- Content regions count content positions only, and their shares are shares of the content mass.
+  ``special`` and ``first`` lie outside content; their shares are shares of the whole mass.
+- Regions may overlap; a position then counts fully for each. Shares add up to 1 for a partition
+  (regions whose weights add up to 1 at every content position: grids, bands, or any disjoint regions
+  together with ``rest``).
+- ``rest`` has weight 1 - min(1, sum of the other content regions' weights) at each content position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from audit._region_parse import expand_regions, parse_regions
+from audit._region_weights import (
+    OUTSIDE_CONTENT,
+    Weights,
+    find_spans,
+    part_texts,
+    region_weights,
+    rest_weights,
+)
+from audit.records import Map, Positions, Probe, Region, Reliance
+
+__all__ = [
+    "check_regions_match",
+    "count_matches",
+    "expand_regions",
+    "parse_regions",
+    "part_texts",
+    "region_weights",
+    "reliance",
+]
+
+
+def reliance(one_map: Map, probe: Probe, regions: Sequence[Region]) -> tuple[Reliance, ...]:
+    """Return the share of a map's mass in each region.
+
+    Parameters
+    ----------
+    one_map : Map
+    probe : Probe
+        The map's probe, with its masks loaded.
+    regions : sequence of Region
+        From :func:`expand_regions`.
+
+    Returns
+    -------
+    tuple of Reliance
+        share = Σ_i w_i m_i / Σ_(i in content) m_i for content regions, Σ_i w_i m_i / Σ_i m_i for
+        ``special`` and ``first``. None, with a reason, where the region has no position. Regions that
+        cannot lie on this stream (a word list on an image), and automatic regions without a position,
+        are left out.
+
+    Raises
+    ------
+    ValueError
+        When the map belongs to another probe, or a region needs character offsets that are not there.
+    """
+    if one_map.probe_id != probe.id:
+        raise ValueError(f"map and probe must belong together, got map of {one_map.probe_id} and {probe.id}")
+    _check_offsets(one_map, regions)
+    here = [region for region in regions if _applies(region, one_map.positions)]
+    weights = _weigh(here, one_map.positions, probe)
+    return tuple(
+        _share(one_map, region, weights[region.name], probe)
+        for region in here
+        if weights[region.name].any() or not region.params.get("automatic")
+    )
+
+
+def _check_offsets(one_map: Map, regions: Sequence[Region]) -> None:
+    positions = one_map.positions
+    if positions.kind != "token" or positions.starts is not None or one_map.stream == "prefix":
+        return
+    for region in regions:
+        if region.kind in {"terms", "pattern"} or "text" in region.params.get("on", ()):
+            raise ValueError(
+                f"region {region.name!r} lies on characters, but the tokenizer gives no character offsets; "
+                "use a fast tokenizer, or remove the region"
+            )
+
+
+def _applies(region: Region, positions: Positions) -> bool:
+    """Return whether a region of this kind can lie on positions of this kind."""
+    if region.kind in {"terms", "pattern"}:
+        return positions.starts is not None
+    if region.kind in {"box", "grid"}:
+        return positions.boxes is not None
+    if region.kind == "annotated":
+        carried = {"text": positions.starts, "image": positions.boxes, "audio": positions.times}
+        return any(carried[on] is not None for on in region.params.get("on", carried))
+    return True
+
+
+def _weigh(regions: Sequence[Region], positions: Positions, probe: Probe) -> dict[str, Weights]:
+    """Return the weights of each region by name; ``rest`` is made from those of the others."""
+    weights = {
+        region.name: region_weights(region, positions, probe) for region in regions if region.kind != "rest"
+    }
+    inner = [weights[region.name] for region in regions if region.kind not in {"rest", *OUTSIDE_CONTENT}]
+    for region in regions:
+        if region.kind == "rest":
+            pointless = not inner and region.params.get("automatic")  # it would be all content
+            weights[region.name] = np.zeros(len(positions)) if pointless else rest_weights(inner, positions)
+    return weights
+
+
+def _share(one_map: Map, region: Region, weights: Weights, probe: Probe) -> Reliance:
+    outside = region.kind in OUTSIDE_CONTENT
+    base = np.ones(len(weights), bool) if outside else one_map.positions.content
+    missing = None if weights.any() else _missing_reason(region, one_map.positions, probe)
+    mass = float(one_map.weights[base].sum(dtype=np.float64))
+    if missing is None and not mass > 0:
+        missing = "the map has no mass on content"
+    if missing is not None:
+        return Reliance(one_map.probe_id, region.name, None, stream=one_map.stream, reason=missing)
+    return Reliance(
+        one_map.probe_id,
+        region.name,
+        share=_clip(float(weights @ one_map.weights.astype(np.float64)) / mass),
+        size=_clip(float(weights.sum()) / int(base.sum())),
+        stream=one_map.stream,
+        layers=_layer_shares(one_map, weights, base),
+    )
+
+
+def _layer_shares(one_map: Map, weights: Weights, base: NDArray[np.bool_]) -> tuple[float, ...] | None:
+    """Return the share at each layer, or None where a layer has no mass to share."""
+    if one_map.layers is None:
+        return None
+    mass = one_map.layers[:, base].sum(axis=1, dtype=np.float64)
+    if not (mass > 0).all():
+        return None
+    return tuple(_clip(float(share)) for share in one_map.layers.astype(np.float64) @ weights / mass)
+
+
+def _clip(share: float) -> float:
+    return min(max(share, 0.0), 1.0)
+
+
+def _missing_reason(region: Region, positions: Positions, probe: Probe) -> str:
+    """Return why a region has no position in a probe."""
+    if not positions.content.any() and region.kind != "special":
+        return "the probe has no content position"
+    if region.kind in {"special", "first"}:
+        return f"no position is {region.kind}"
+    if region.kind == "rest":
+        return "the other regions cover all content"
+    if region.kind in {"terms", "pattern"} and not any(find_spans(region, probe)):
+        return "no match in the probe"
+    if region.kind == "annotated" and region.params["annotated"] not in probe.regions:
+        return "not annotated in the probe"
+    if positions.boxes is not None:
+        return "cropped away, or empty"
+    return "no content position there (truncated away, special, or the first of a causal model)"
+
+
+def count_matches(regions: Iterable[Region], probes: Iterable[Probe]) -> dict[str, int]:
+    """Return in how many probes each region has something to lie on, before any model is loaded.
+
+    Only term lists, patterns and annotations are counted: whether a box or a band has a position
+    is known after capture.
+
+    Examples
+    --------
+    >>> she = Region("she", "terms", {"terms": ["she"]})
+    >>> count_matches([she], [Probe("p", text="He"), Probe("q", text="she")])
+    {'she': 1}
+    """
+    counted = [region for region in regions if region.kind in {"terms", "pattern", "annotated"}]
+    counts = {region.name: 0 for region in counted}
+    for probe in probes:
+        for region in counted:
+            if region.kind == "annotated":
+                counts[region.name] += region.params["annotated"] in probe.regions
+            else:
+                counts[region.name] += any(find_spans(region, probe))
+    return counts
+
+
+def check_regions_match(regions: Iterable[Region], probes: Sequence[Probe]) -> dict[str, int]:
+    """Return :func:`count_matches`, and refuse regions that match nothing in any probe.
+
+    Raises
+    ------
+    ValueError
+        Naming every such region at once.
+    """
+    counts = count_matches(regions, probes)
+    empty = [name for name, count in counts.items() if count == 0]
+    if empty:
+        names = ", ".join(repr(name) for name in empty)
+        raise ValueError(
+            f"region {names} matches nothing in any of the {len(probes)} probes; "
+            "mend its definition in [regions], or remove it"
+        )
+    return counts
