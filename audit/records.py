@@ -253,6 +253,8 @@ class CheckpointInfo:
     architecture: str | None = None
     model_type: str | None = None
     labels: tuple[str, ...] = ()
+    parts: Mapping[str, str] = field(default_factory=dict)
+    parameters: int = 0
 
 
 @dataclass(frozen=True)
@@ -261,6 +263,11 @@ class Checkpoint:
 
     `processor` is a tokenizer, an image processor, a feature extractor or a combined processor.
     `pooling` is the pooling that the checkpoint itself declares (``cls``, ``mean``, ``last``), else None.
+    `task` is ``sequence-classification``, ``token-classification``, ``question-answering``,
+    ``multiple-choice``, ``masked-lm``, ``causal-lm``, ``seq2seq-lm``, ``image-classification``,
+    ``zero-shot-image-classification``, ``image-text-to-text``, ``ctc``, ``speech-seq2seq``,
+    ``audio-classification``, ``other`` (a head of another kind) or ``backbone`` (no head).
+    `base_has_head` is False when the head came with the adapter, so that the base has none.
     """
 
     info: CheckpointInfo
@@ -269,6 +276,7 @@ class Checkpoint:
     task: str
     has_head: bool
     pooling: str | None = None
+    base_has_head: bool = True
 
 
 @dataclass(frozen=True)
@@ -293,7 +301,7 @@ class CaptureSettings:
     """Everything else about a capture that changes its numbers."""
 
     dtype: str = "float32"
-    attention_implementation: str = "sdpa"
+    attention_implementation: str = "auto"
     device_type: str = "cpu"
     batch_tokens: int = 4096
     max_length: int | None = None
