@@ -1,0 +1,150 @@
+"""What was compared, what the predictions did, and the caveats, as lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from audit.records import STRONG_KINDS, Comparison, RunRef, Verdict
+from audit.report.context import ReportContext
+from audit.report.wording import clip, count, finite
+
+VALUE_WIDTH = 120
+_COUNTS = {
+    "changed": "changed class",
+    "became_wrong": "became wrong",
+    "became_right": "became right",
+}
+
+
+def checkpoint(ref: RunRef | None, fallback: str) -> str:
+    """Return the name of a run's checkpoint."""
+    return clip(ref.checkpoint, VALUE_WIDTH) if ref is not None else fallback
+
+
+def replicates(comparison: Comparison) -> str:
+    """Return number and kinds of the replicates, with a warning for weak kinds.
+
+    Examples
+    --------
+    >>> replicates(Comparison("paired", (), 0.05, 10, replicate_kinds=("seed", "seed", "tail")))
+    '3 replicates (2 seed, 1 tail; tail understates the spread)'
+    """
+    kinds = comparison.replicate_kinds or tuple(ref.kind or "seed" for ref in comparison.replicates)
+    most = max([len(kinds), *(len(cell.replicates) for cell in comparison.cells)], default=0)
+    if not most:
+        return "no replicates: no noise floor"
+    tally = [f"{kinds.count(kind)} {clip(kind, 20)}" for kind in dict.fromkeys(kinds)]
+    weak = [clip(kind, 20) for kind in dict.fromkeys(kinds) if kind not in STRONG_KINDS]
+    verb = "understates" if len(weak) == 1 else "understate"
+    note = f"; {', '.join(weak)} {verb} the spread" if weak else ""
+    return count(most, "replicate") + (f" ({', '.join(tally)}{note})" if tally else "")
+
+
+def compared(comparison: Comparison | None) -> str:
+    """Return one line: which checkpoints, how many probes, method and replicates."""
+    if comparison is None:
+        return "No comparison was made."
+    groups = f" in {count(comparison.n_clusters, 'group')}" if comparison.n_clusters is not None else ""
+    pair = f"{checkpoint(comparison.before, 'before')} → {checkpoint(comparison.after, 'after')}"
+    return (
+        f"{pair}: {count(comparison.n_probes, 'probe')}{groups}, {comparison.kind}, "
+        f"method {clip(comparison.method, VALUE_WIDTH)}, {replicates(comparison)}"
+    )
+
+
+def level(comparison: Comparison | None, verdict: Verdict) -> str:
+    """Return the level of the intervals, 1 - 2 alpha, as per cent.
+
+    Examples
+    --------
+    >>> from audit.records import Outcome, Policy
+    >>> level(None, Verdict(Outcome.PASS, (), "", 0, Policy((), alpha=0.05)))
+    '90%'
+    """
+    alpha = comparison.alpha if comparison is not None else verdict.policy.alpha
+    return f"{100 * (1 - 2 * alpha):.4g}%"
+
+
+def units(comparison: Comparison | None, verdict: Verdict) -> str:
+    """Return how to read the numbers of the tables."""
+    return (
+        f"Shares in % of content mass, shifts in percentage points (pp), {level(comparison, verdict)} intervals "
+        "in brackets. Noise floor: mean ± SD of the replicates' shifts (how many). Detectable: smallest shift "
+        f"the replicates can reveal at {100 * verdict.policy.power:.3g}% power."
+    )
+
+
+def predictions(comparison: Comparison | None) -> list[str]:
+    """Return what happened to the predictions, one line a fact.
+
+    ``n``, ``changed``, ``became_wrong``, ``became_right``, ``accuracy_before`` and ``accuracy_after``
+    are put into sentences; other plain values are listed by their names.
+
+    Examples
+    --------
+    >>> facts = {"n": 400, "changed": 12, "accuracy_before": 0.95, "accuracy_after": 0.98}
+    >>> predictions(Comparison("paired", (), 0.05, 400, predictions=facts))
+    ['12 of 400 predictions changed class.', 'Accuracy 95.00% → 98.00%.']
+    """
+    facts = comparison.predictions if comparison is not None else {}
+    lines = _counted(facts)
+    if "accuracy_before" in facts or "accuracy_after" in facts:
+        lines.append(f"Accuracy {_share(facts.get('accuracy_before'))} → {_share(facts.get('accuracy_after'))}.")
+    known = {"n", *_COUNTS, "accuracy_before", "accuracy_after"}
+    rest = [(k, v) for k, v in facts.items() if k not in known and isinstance(v, str | int | float)]
+    return lines + [clip(f"{key.replace('_', ' ')}: {plain(value)}", VALUE_WIDTH) for key, value in rest[:12]]
+
+
+def _counted(facts: Mapping[str, Any]) -> list[str]:
+    parts = [f"{int(facts[key]):,} {word}" for key, word in _COUNTS.items() if finite(facts.get(key))]
+    if not parts:
+        return []
+    total = f" of {int(facts['n']):,} predictions" if finite(facts.get("n")) else ""
+    number, _, rest = parts[0].partition(" ")
+    return [", ".join([f"{number}{total} {rest}", *parts[1:]]) + "."]
+
+
+def _share(value: Any) -> str:
+    return f"{100 * value:.2f}%" if isinstance(value, int | float) and finite(value) else "unknown"
+
+
+def prediction_changes(comparison: Comparison | None) -> list[Mapping[str, Any]]:
+    """Return the listed changes: mappings with ``probe_id``, ``before``, ``after`` and ``label``."""
+    listed = comparison.predictions.get("changes", ()) if comparison is not None else ()
+    return [change for change in listed if isinstance(change, Mapping)]
+
+
+def plain(value: Any) -> str:
+    """Return a setting's value on one line."""
+    if isinstance(value, bool) or value is None:
+        return {True: "yes", False: "no", None: "–"}[value]
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def caveats(comparison: Comparison | None, verdict: Verdict) -> list[str]:
+    """Return what lowers the weight of this verdict: mismatches, allowances, identical maps."""
+    lines = []
+    if verdict.reason and verdict.reason not in verdict.sentence:
+        lines.append(verdict.reason)
+    if verdict.allowed:
+        lines.append(f"Allowed by the caller: {', '.join(verdict.allowed)}.")
+    if comparison is not None and comparison.mismatches:
+        lines.append(f"The runs differ in {', '.join(comparison.mismatches)}.")
+    if comparison is not None and comparison.identical_maps:
+        lines.append(_identical(comparison))
+    return [clip(line, 600) for line in lines]
+
+
+def _identical(comparison: Comparison) -> str:
+    if comparison.same_weights:
+        return "Same checkpoint: the weights are equal, and so are the maps."
+    return "Identical maps: nothing that this method can see changed; a changed head, value path or feed-forward is invisible to attention."
+
+
+def footer(context: ReportContext | None) -> tuple[str, ...]:
+    """Return the log's lines and the notes of the caller."""
+    if context is None:
+        return ()
+    lines = (*context.log_lines, *context.notes)
+    return tuple(clip(line, 600) for line in lines[:40])
