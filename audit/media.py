@@ -53,8 +53,8 @@ def _pixels(array: NDArray[Any]) -> NDArray[np.uint8]:
     grey_or_colour = array.ndim == 2 or (array.ndim == 3 and array.shape[2] in {3, 4})
     if array.dtype != np.uint8 or not grey_or_colour or not array.size:
         raise ProbeError(
-            f"image array must be uint8 (height, width) or (height, width, 3 or 4), got {array.dtype} {array.shape}; "
-            "convert it"
+            f"image array must be uint8 (height, width) or (height, width, 3 or 4), got {array.dtype} "
+            f"{array.shape}; convert it"
         )
     return np.asarray(Image.fromarray(array).convert("RGB"))
 
@@ -162,7 +162,8 @@ def _decode_other(data: bytes, name: str) -> tuple[NDArray[np.float32], int]:
         import soundfile
     except ImportError:
         raise ProbeError(
-            f"audio {name} is not a WAV file and soundfile is not installed; pip install soundfile, or convert it"
+            f"audio {name} is not a WAV file and soundfile is not installed; pip install soundfile, "
+            "or convert it to WAV"
         ) from None
     try:
         samples, rate = soundfile.read(io.BytesIO(data), dtype="float32")
