@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.models.auto.auto_mappings import PROCESSOR_MAPPING_NAMES
 
 from audit import _digests as files
 from audit._tasks import BACKBONE, is_classifier, task_of
 from audit.errors import CheckpointError
 
-_LOCK = threading.RLock()
+LOCK = threading.RLock()
 """transformers swaps global initialisers and log levels while it loads: one load at a time."""
 
 _INERT = re.compile(r"(^|\.)(masked_spec_embed|mask_token|position_ids)$")
@@ -73,7 +72,7 @@ def load(request: Request) -> Loaded:
     CheckpointError
     """
     device = _device(request)
-    with _LOCK, _quietly(), torch.random.fork_rng(devices=[]):
+    with LOCK, quietly(), torch.random.fork_rng(devices=[]):
         config = _config(request)
         name = _class_name(request, config)
         model, missing = _base(request, config, name)
@@ -84,18 +83,24 @@ def load(request: Request) -> Loaded:
                 _with_adapter(request, loaded.model), loaded.task, loaded.has_head, loaded.base_has_head
             )
     _check_finite(request, loaded.model)
-    for parameter in loaded.model.parameters():
-        parameter.requires_grad_(parameter.is_floating_point())
-    with _explained(request, f"it does not fit on {device}", "choose another device or dtype"):
+    with explained(request, f"it does not fit on {device}", "choose another device or dtype"):
+        for parameter in loaded.model.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+            parameter.data = _own(parameter.data, device)
         loaded.model.to(device).eval()
     return loaded
+
+
+def _own(tensor: Any, device: torch.device) -> Any:
+    """Return a copy in aligned memory: tensors mapped from a file round differently by their offset in it."""
+    return tensor.to(device) if device.type != tensor.device.type else tensor.clone()
 
 
 # --- the model --------------------------------------------------------------------------------
 
 
 def _config(request: Request) -> Any:
-    with _explained(request, "its config.json cannot be used", "mend the file, or upgrade transformers"):
+    with explained(request, "its config.json cannot be used", "mend the file, or upgrade transformers"):
         _refuse_remote_code(request)
         return transformers.AutoConfig.from_pretrained(
             request.directory, trust_remote_code=request.trust_remote_code, local_files_only=True
@@ -154,7 +159,7 @@ def _base(request: Request, config: Any, name: str | None) -> tuple[Any, set[str
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True, "dtype": _dtype(request)}
     if request.attention_implementation is not None:
         options["attn_implementation"] = request.attention_implementation
-    with _explained(request, "its weights cannot be loaded", "save it again with save_pretrained"):
+    with explained(request, "its weights cannot be loaded", "save it again with save_pretrained"):
         model, report = _model_class(request, config, name).from_pretrained(request.directory, **options)
     for key, saved, expected in sorted(report["mismatched_keys"]):
         raise request.error(
@@ -243,7 +248,7 @@ def _with_adapter(request: Request, model: Any) -> Any:
     from peft import PeftConfig, PeftModel
 
     what = f"its adapter {request.adapter} cannot be put on it"
-    with _explained(request, what, "give the base that it was trained on"):
+    with explained(request, what, "give the base that it was trained on"):
         config = PeftConfig.from_pretrained(str(request.adapter))
         if config.is_prompt_learning or config.is_adaption_prompt:
             raise request.error(
@@ -288,61 +293,6 @@ def adapter_off(model: Any, adapter: str) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-# --- the processor ----------------------------------------------------------------------------
-
-
-def load_processor(request: Request, home: Path, loaded: Loaded) -> Any:
-    """Return the tokenizer, image processor, feature extractor or combined processor of a model.
-
-    Raises
-    ------
-    CheckpointError
-        When it is missing or does not fit the model.
-    """
-    kind = _processor_kind(home, loaded)
-    wanted = {
-        "AutoTokenizer": "tokenizer",
-        "AutoImageProcessor": "image processor",
-        "AutoFeatureExtractor": "feature extractor",
-        "AutoProcessor": "processor",
-    }[kind]
-    remedy = f"save the {wanted} into the same directory"
-    if kind == "AutoTokenizer" and not files.matching(home, files.TOKENIZER_FILES):
-        raise request.error(f"no tokenizer files; {remedy}")
-    with _LOCK, _quietly(), _explained(request, f"its {wanted} cannot be loaded", remedy):
-        processor = getattr(transformers, kind).from_pretrained(
-            home, trust_remote_code=request.trust_remote_code, local_files_only=True
-        )
-    _check_vocabulary(request, processor, loaded.model)
-    return processor
-
-
-def _processor_kind(home: Path, loaded: Loaded) -> str:
-    model_input = loaded.model.main_input_name
-    has_text = bool(files.matching(home, files.TOKENIZER_FILES))
-    combined = loaded.model.config.model_type in PROCESSOR_MAPPING_NAMES
-    has_processor = bool(files.matching(home, files.PROCESSOR_FILES))
-    if has_text and has_processor and (combined or "encoder-decoder" in loaded.model.config.model_type):
-        return "AutoProcessor"
-    if model_input in ("input_values", "input_features"):
-        return "AutoFeatureExtractor"
-    return "AutoImageProcessor" if model_input == "pixel_values" else "AutoTokenizer"
-
-
-def _check_vocabulary(request: Request, processor: Any, model: Any) -> None:
-    tokenizer = getattr(processor, "tokenizer", processor)
-    if not hasattr(tokenizer, "all_special_tokens"):
-        return
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        raise request.error("its tokenizer has no vocabulary; save the tokenizer into the same directory")
-    table = getattr(model.get_input_embeddings(), "num_embeddings", None)
-    if model.main_input_name == "input_ids" and table is not None and tokenizer.vocab_size > table:
-        raise request.error(
-            f"its tokenizer has {tokenizer.vocab_size} tokens, its embedding {table}; "
-            "save the tokenizer that belongs to this model"
-        )
-
-
 # --- settings and messages --------------------------------------------------------------------
 
 
@@ -375,7 +325,7 @@ def _shape(size: Collection[int]) -> str:
 
 
 @contextmanager
-def _explained(request: Request, problem: str, remedy: str) -> Iterator[None]:
+def explained(request: Request, problem: str, remedy: str) -> Iterator[None]:
     """Turn whatever the libraries raise into one line that names the checkpoint and the remedy."""
     try:
         yield
@@ -393,7 +343,7 @@ def _explained(request: Request, problem: str, remedy: str) -> Iterator[None]:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
     """Keep transformers' progress bars and reports off the terminal, and put its settings back."""
     log = transformers.utils.logging
     level, bars = log.get_verbosity(), log.is_progress_bar_enabled()

@@ -132,7 +132,7 @@ def load_checkpoint(
     """
     info = checkpoint_info(ref, revision=revision, adapter=adapter)
     try:
-        from audit import _loading
+        from audit import _loading, _processors
     except ImportError as error:
         raise CheckpointError(
             f"checkpoint {ref}: loading needs torch and transformers ({error}); "
@@ -155,7 +155,7 @@ def load_checkpoint(
     return Checkpoint(
         info=info,
         model=loaded.model,
-        processor=_loading.load_processor(request, processor_home, loaded),
+        processor=_processors.load_processor(request, processor_home, loaded),
         task=loaded.task,
         has_head=loaded.has_head,
         pooling=_pooling(directory, ref),
