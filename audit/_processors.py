@@ -56,9 +56,9 @@ def _check_vocabulary(request: Request, processor: Any, model: Any) -> None:
         return
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise request.error("its tokenizer has no vocabulary; save the tokenizer into the same directory")
-    table = getattr(model.get_input_embeddings(), "num_embeddings", None)
-    if model.main_input_name == "input_ids" and table is not None and tokenizer.vocab_size > table:
+    table = getattr(model.config.get_text_config(), "vocab_size", None)
+    if table is not None and tokenizer.vocab_size > table:
         raise request.error(
-            f"its tokenizer has {tokenizer.vocab_size} tokens, its embedding {table}; "
+            f"its tokenizer has {tokenizer.vocab_size} tokens, its model {table}; "
             "save the tokenizer that belongs to this model"
         )

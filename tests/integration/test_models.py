@@ -316,7 +316,7 @@ def test_a_tokenizer_without_a_vocabulary_is_an_error(own):
 def test_a_tokenizer_larger_than_the_embedding_is_an_error(own):
     vocabulary = {word: i for i, word in enumerate([*WORDS, *["more", "words", "than", "rows"]])}
     transformers.BertTokenizer(vocab=vocabulary).save_pretrained(own)
-    assert "embedding" in message(load_checkpoint, str(own))
+    assert f"{len(WORDS) + 4} tokens, its model {len(WORDS)}" in message(load_checkpoint, str(own))
 
 
 def vit_config() -> transformers.ViTConfig:
@@ -344,6 +344,20 @@ def test_an_image_classifier_comes_with_its_image_processor(tmp_path):
     assert checkpoint.info.labels == tuple(f"LABEL_{i}" for i in range(10))
     pixels = checkpoint.processor(np.zeros((8, 8, 1), np.uint8), return_tensors="pt")["pixel_values"]
     assert checkpoint.model(pixel_values=pixels).logits.shape == (1, 10)
+
+
+def test_a_dual_encoder_comes_with_its_combined_processor(tmp_path):
+    part = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    text = {**part, "vocab_size": len(WORDS)}
+    config = transformers.CLIPConfig(
+        text_config=text, vision_config={**part, "image_size": 8, "patch_size": 2}, projection_dim=8
+    )
+    transformers.CLIPModel(config).save_pretrained(tmp_path)
+    transformers.CLIPImageProcessorPil(size={"shortest_edge": 8}).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    checkpoint = load_checkpoint(str(tmp_path))
+    assert (checkpoint.task, checkpoint.has_head) == ("zero-shot-image-classification", True)
+    assert type(checkpoint.processor).__name__ == "CLIPProcessor"
 
 
 def test_a_speech_model_comes_with_its_feature_extractor(tmp_path):
