@@ -1,0 +1,126 @@
+"""Run one batch through a model, with or without watching its attention."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from audit.capture.check import check_counts, check_rows, check_values
+from audit.capture.engine import BatchFold
+from audit.capture.hooks import counted_calls, hook_capture
+from audit.capture.inputs import accepted_arguments, core_model
+from audit.capture.interface import AttentionCall, config_locks, interface_capture
+from audit.capture.layers import CapturePlan, expected_calls
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """Put `model` in eval mode without gradients and with a fixed random state; all comes back."""
+    training = [module for module in model.modules() if module.training]
+    devices = [model.device] if getattr(model, "device", torch.device("cpu")).type == "cuda" else []
+    try:
+        for module in training:
+            module.training = False
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            torch.manual_seed(0)
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def run_model(
+    model: nn.Module, tensors: Mapping[str, Tensor], *, attentions: bool = False, keep_logits: bool = False
+) -> Any:
+    """Return the outputs of `model` for one batch.
+
+    Parameters
+    ----------
+    model : model of transformers
+    tensors : mapping of argument to Tensor
+        Moved to the model's device; float tensors take its dtype.
+    attentions : bool
+        Ask for attentions, which some layers need before they return their weights.
+    keep_logits : bool
+        Ask a causal language model for the logits of every position, instead of the last alone.
+    """
+    core = core_model(model)
+    accepted = accepted_arguments(model)
+    options: dict[str, Any] = {"use_cache": False} if "use_cache" in accepted else {}
+    if attentions:
+        options["output_attentions"] = True
+    if "logits_to_keep" in accepted and not keep_logits:
+        options["logits_to_keep"] = 1
+    return model(**place(tensors, core.device, core.dtype), **options)
+
+
+def place(tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Move tensors to `device`; float tensors take `dtype`."""
+    return {k: v.to(device, dtype) if v.is_floating_point() else v.to(device) for k, v in tensors.items()}
+
+
+@contextmanager
+def watched(
+    plan: CapturePlan, receive: Callable[[AttentionCall], None], expected: int | None
+) -> Iterator[None]:
+    """Send each attention call of this thread to `receive`, and check on leaving that none was missed."""
+    seen = Counter[str]()
+
+    def note(call: AttentionCall) -> None:
+        seen[call.path] += 1
+        receive(call)
+
+    with ExitStack() as stack:
+        called = stack.enter_context(counted_calls(plan.modules()))
+        stack.enter_context(interface_capture(plan.modules("interface"), plan.configs, note))
+        stack.enter_context(hook_capture(plan.modules("hook"), note))
+        yield
+        check_counts(plan, called, seen, expected)
+
+
+def fold_batch(
+    model: nn.Module,
+    plan: CapturePlan,
+    tensors: Mapping[str, Tensor],
+    fold: BatchFold,
+    *,
+    verify: bool = False,
+    keep_logits: bool = False,
+) -> Any:
+    """Run one batch and fold its attention layer by layer.
+
+    Parameters
+    ----------
+    model, plan, tensors
+    fold : BatchFold
+        Filled with the rollout of the batch.
+    verify : bool
+        Also compare attention × values with every layer's own output.
+    keep_logits : bool
+        See :func:`run_model`.
+
+    Returns
+    -------
+    The model's outputs
+
+    Raises
+    ------
+    CaptureError
+        When a layer was missed or its weights are not what it used.
+    """
+
+    def receive(call: AttentionCall) -> None:
+        check_rows(call, fold.valid)
+        if verify:
+            check_values(call, fold.valid)
+        fold.fold(call.weights, sink=call.sink)
+
+    # Configs are shared between models and threads: one forward pass at a time over each of them.
+    locked = plan.configs or (getattr(core_model(model), "config", model),)
+    with config_locks(locked), frozen(model), watched(plan, receive, expected_calls(core_model(model))):
+        return run_model(model, tensors, attentions=plan.has_hooks, keep_logits=keep_logits)

@@ -1,0 +1,178 @@
+"""What the checkpoint answered: logits, predicted class, target class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from audit.capture.inputs import Encoded, core_model
+from audit.errors import CaptureError, ProbeError
+from audit.records import Checkpoint, Prediction, Probe
+
+Target = str | int | Sequence[str | int | None] | Mapping[str, str | int | None] | None
+LANGUAGE = ("causal-lm", "masked-lm")
+
+
+def class_names(checkpoint: Checkpoint, size: int) -> list[str]:
+    """Return the class names of a head with `size` logits, from the config's ``id2label``."""
+    names = getattr(core_model(checkpoint.model).config, "id2label", None) or {}
+    return [str(names.get(i, names.get(str(i), f"LABEL_{i}"))) for i in range(size)]
+
+
+def targets_by_probe(target: Target, probes: Sequence[Probe]) -> dict[str, Any]:
+    """Return the wanted class of each probe id: a name, an index, or None.
+
+    Parameters
+    ----------
+    target : "label", a class name, an index, a list in the order of the probes, a mapping, or None
+        ``label`` takes each probe's own label.
+    """
+    if isinstance(target, Mapping):
+        return {probe.id: target.get(probe.id) for probe in probes}
+    if target is not None and not isinstance(target, (str, int)):
+        if len(target) != len(probes):
+            raise ProbeError(f"{len(target)} targets for {len(probes)} probes; give one for each")
+        return {probe.id: wanted for probe, wanted in zip(probes, target, strict=True)}
+    return {probe.id: probe.label if target == "label" else target for probe in probes}
+
+
+def class_index(wanted: Any, names: Sequence[str], probe: Probe) -> int | None:
+    """Return the index of a class that is given by name or index, None where there is no one class.
+
+    Raises
+    ------
+    ProbeError
+        When the class does not exist.
+    """
+    if wanted is None or isinstance(wanted, (float, list, tuple, dict)):
+        return None
+    if wanted in names:
+        return list(names).index(wanted)
+    is_index = isinstance(wanted, int) or (isinstance(wanted, str) and wanted.isdigit())
+    if is_index and 0 <= int(wanted) < len(names):
+        return int(wanted)
+    known = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
+    raise ProbeError(
+        f"probe {probe.id}: class {wanted!r} is not among the checkpoint's ({known}); mend label or target"
+    )
+
+
+def predictions(
+    checkpoint: Checkpoint,
+    encoded: Sequence[Encoded],
+    outputs: Any,
+    wanted: Mapping[str, Any],
+    row_indices: Tensor,
+) -> list[Prediction]:
+    """Read the predictions of one batch.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    encoded : the batch
+    outputs : what the model returned
+    wanted : target class of each probe id
+    row_indices : int Tensor (batch,)
+        Position whose token a language model predicts.
+
+    Raises
+    ------
+    CaptureError
+        When logits are NaN or infinite.
+    """
+    logits = getattr(outputs, "logits", None)
+    check_finite(encoded, logits if logits is not None else first_tensor(outputs))
+    if not checkpoint.has_head or logits is None:
+        return [_plain(item) for item in encoded]
+    if checkpoint.task in LANGUAGE:
+        return _tokens(checkpoint, encoded, logits, wanted, row_indices)
+    if logits.dim() != 2:
+        return [_plain(item) for item in encoded]
+    names = class_names(checkpoint, logits.shape[1])
+    values = logits.double().cpu()
+    return [
+        _classified(item, row, names, wanted[item.probe.id])
+        for item, row in zip(encoded, values, strict=True)
+    ]
+
+
+def check_finite(encoded: Sequence[Encoded], logits: Tensor) -> None:
+    """Raise CaptureError naming the first probe whose logits (or last states) are NaN or infinite."""
+    finite = torch.isfinite(logits).flatten(1).all(dim=1)
+    if not bool(finite.all()):
+        probe = encoded[int((~finite).nonzero()[0])].probe
+        raise CaptureError(
+            f"probe {probe.id}: the checkpoint's output is NaN or infinite; its weights are "
+            "damaged or its dtype "
+            "overflows: load it in float32"
+        )
+
+
+def first_tensor(outputs: Any) -> Tensor:
+    """Return the logits, or the last hidden states of a backbone."""
+    values = outputs.values() if isinstance(outputs, Mapping) else outputs
+    return next(value for value in values if isinstance(value, Tensor))
+
+
+def _plain(item: Encoded, **fields: Any) -> Prediction:
+    label = fields.pop("label", None)
+    if label is None and isinstance(item.probe.label, (str, int)):
+        label = str(item.probe.label)
+    return Prediction(item.probe.id, label=label, tokens=len(item), truncated=item.truncated, **fields)
+
+
+def _classified(item: Encoded, logits: Tensor, names: Sequence[str], wanted: Any) -> Prediction:
+    single = len(names) == 1  # a regression has a number, not a class
+    target = (0 if wanted is not None else None) if single else class_index(wanted, names, item.probe)
+    label = None if single else _known_label(item.probe.label, names)
+    return _plain(
+        item,
+        logits=tuple(logits.tolist()),
+        predicted=None if single else names[int(logits.argmax())],
+        target=None if target is None else names[target],
+        target_logit=None if target is None else float(logits[target]),
+        label=label,
+    )
+
+
+def _known_label(label: Any, names: Sequence[str]) -> str | None:
+    is_index = isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(names)
+    return names[label] if is_index else None
+
+
+def _tokens(
+    checkpoint: Checkpoint,
+    encoded: Sequence[Encoded],
+    logits: Tensor,
+    wanted: Mapping[str, Any],
+    rows: Tensor,
+) -> list[Prediction]:
+    tokenizer = getattr(checkpoint.processor, "tokenizer", checkpoint.processor)
+    if logits.shape[1] > 1:
+        logits = logits[torch.arange(len(logits)), rows.to(logits.device)][:, None]
+    found = []
+    for item, row in zip(encoded, logits[:, 0].double().cpu(), strict=True):
+        target = _token_id(tokenizer, wanted[item.probe.id], item.probe)
+        found.append(
+            _plain(
+                item,
+                predicted=tokenizer.decode([int(row.argmax())]),
+                target=None if target is None else tokenizer.decode([target]),
+                target_logit=None if target is None else float(row[target]),
+            )
+        )
+    return found
+
+
+def _token_id(tokenizer: Any, wanted: Any, probe: Probe) -> int | None:
+    if wanted is None or isinstance(wanted, int):
+        return wanted
+    ids = tokenizer(str(wanted), add_special_tokens=False)["input_ids"]
+    if len(ids) != 1:
+        raise ProbeError(
+            f"probe {probe.id}: target {wanted!r} is {len(ids)} tokens, expected 1; choose a single token"
+        )
+    return int(ids[0])

@@ -1,0 +1,277 @@
+"""Which row of the rollout matrix is read, as weights over the rows of each probe."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from audit.capture.inputs import Encoded, accepted_arguments, core_model
+from audit.errors import CaptureError, ConfigError, ProbeError
+from audit.records import Checkpoint, Probe, Region
+from audit.regions import region_weights
+
+Group = tuple[int, int | None]
+"""Rows [start, stop) that are read as one average; a negative or None stop counts from the end."""
+
+_FIXED: dict[str, tuple[Group, ...]] = {"cls": ((0, 1),), "mean": ((0, None),), "last": ((-1, None),)}
+
+
+@dataclass(frozen=True)
+class OutputRow:
+    """A decided output row: groups of rows, each averaged, then averaged over the groups.
+
+    `kind` is ``groups``, ``mask``, ``span`` or ``region``; `name` is what the user reads.
+    """
+
+    name: str
+    kind: str = "groups"
+    groups: tuple[Group, ...] = ()
+    span: tuple[int, int] | None = None
+
+
+def parse_row(row: str) -> OutputRow | None:
+    """Read an explicit output row; None for ``auto``.
+
+    Parameters
+    ----------
+    row : str
+        ``auto``, ``cls``, ``mean``, ``last``, ``mask``, ``token:<i>``, ``span:<start>-<end>`` in
+        characters of the text, or the name of an annotated region of the probes.
+
+    Raises
+    ------
+    ConfigError
+
+    Examples
+    --------
+    >>> parse_row("token:3").groups
+    ((3, 4),)
+    """
+    if row == "auto":
+        return None
+    if row in _FIXED:
+        return OutputRow(row, groups=_FIXED[row])
+    if row == "mask":
+        return OutputRow(row, kind="mask")
+    if match := re.fullmatch(r"token:(-?\d+)", row):
+        index = int(match[1])
+        return OutputRow(row, groups=((index, index + 1 or None),))
+    if match := re.fullmatch(r"span:(\d+)-(\d+)", row):
+        return OutputRow(row, kind="span", span=(int(match[1]), int(match[2])))
+    if ":" in row or row in ("eot", ""):
+        raise ConfigError(
+            f"[method] row = {row!r} is unknown; use auto, cls, mean, last, mask, token:<i>, "
+            "span:<start>-<end> "
+            "or the name of an annotated region"
+        )
+    return OutputRow(row, kind="region")
+
+
+def decide_row(checkpoint: Checkpoint, row: str, longest: Encoded) -> OutputRow:
+    """Decide the output row of a checkpoint: what `row` says, or for ``auto`` what its head reads.
+
+    Causal language models are read at the last position, masked ones at the mask. A backbone is read
+    as it declares its pooling, else at CLS where it has one, else as the mean. For every other head
+    the rows are measured: those last hidden states that have a gradient from the logits.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    row : str
+        See :func:`parse_row`.
+    longest : Encoded
+        The longest probe; one short probe cannot tell the first row from the last.
+
+    Raises
+    ------
+    CaptureError
+        When the head reads rows in a way that has no name.
+    """
+    explicit = parse_row(row)
+    if explicit is not None:
+        return explicit
+    if checkpoint.task == "masked-lm":
+        return OutputRow("mask", kind="mask")
+    if checkpoint.task == "causal-lm":
+        return OutputRow("last", groups=_FIXED["last"])
+    if checkpoint.task in ("token-classification", "question-answering"):
+        return OutputRow("mean", groups=_FIXED["mean"])
+    if checkpoint.has_head:
+        return _measured_row(checkpoint, longest)
+    return _backbone_row(checkpoint, longest)
+
+
+def _backbone_row(checkpoint: Checkpoint, longest: Encoded) -> OutputRow:
+    name = checkpoint.pooling
+    if name not in _FIXED:
+        tokenizer = getattr(checkpoint.processor, "tokenizer", checkpoint.processor)
+        cls = getattr(tokenizer, "cls_token_id", None)
+        ids = longest.tensors.get("input_ids")
+        has_cls = (
+            bool(longest.positions.special[0]) if ids is None else cls is not None and int(ids[0, 0]) == cls
+        )
+        name = "cls" if has_cls else "mean"
+    return OutputRow(str(name), groups=_FIXED[str(name)])
+
+
+def _measured_row(checkpoint: Checkpoint, longest: Encoded) -> OutputRow:
+    gradient = head_gradient(checkpoint, longest)
+    n = len(longest)
+    if gradient is None or gradient.shape[0] != n:
+        raise CaptureError(
+            f"{type(core_model(checkpoint.model)).__name__}: cannot tell which row its head reads; "
+            "set [method] row"
+        )
+    groups = _groups(gradient)
+    if not groups or len(groups) > 3:
+        raise CaptureError(
+            f"{type(core_model(checkpoint.model)).__name__}: its head reads {len(groups)} groups of rows; "
+            "set [method] row to cls, mean, last or token:<i>"
+        )
+    ends = tuple(_from_end(start, stop, n) for start, stop in groups)
+    name = next((name for name, fixed in _FIXED.items() if fixed == ends), None)
+    return OutputRow(name or "+".join(f"rows {a}:{'' if b is None else b}" for a, b in ends), groups=ends)
+
+
+def _from_end(start: int, stop: int, n: int) -> Group:
+    if stop == n:
+        return (start if stop - start > 1 or n == 1 else -1), None
+    near_front = stop - start <= n // 2
+    return (start, stop) if near_front else (start, stop - n)
+
+
+def _groups(gradient: NDArray[np.float64]) -> list[tuple[int, int]]:
+    """Split rows with a gradient into runs of equal gradients."""
+    scale = np.abs(gradient).max() or 1.0
+    groups: list[tuple[int, int]] = []
+    for i, row in enumerate(gradient):
+        if np.abs(row).max() <= 1e-9 * scale:
+            continue
+        same = (
+            groups and groups[-1][1] == i and np.allclose(row, gradient[i - 1], rtol=1e-3, atol=1e-6 * scale)
+        )
+        if same:
+            groups[-1] = (groups[-1][0], i + 1)
+        else:
+            groups.append((i, i + 1))
+    return groups
+
+
+def head_gradient(checkpoint: Checkpoint, encoded: Encoded) -> NDArray[np.float64] | None:
+    """Return the gradient of the logits with respect to the last hidden states: (position, dim).
+
+    None when the model has no separate backbone or its logits do not depend on the states. The logits
+    are weighted differently before they are added, so that they cannot cancel.
+    """
+    model = core_model(checkpoint.model)
+    base = model.base_model
+    if base is model:
+        return None
+    kept: list[Tensor] = []
+
+    def keep(_module: Any, _args: Any, output: Any) -> None:
+        state = output[0] if isinstance(output, tuple) else output.last_hidden_state
+        kept.append(state)
+
+    handles = [base.register_forward_hook(keep), *_gradient_leaf(base)]
+    try:
+        with torch.enable_grad():
+            tensors = {k: _to(v, model) for k, v in encoded.tensors.items()}
+            extra = {"use_cache": False} if "use_cache" in accepted_arguments(model) else {}
+            logits = model(**tensors, **extra).logits.flatten().float()
+            total = (logits * torch.linspace(1.0, 2.0, len(logits), device=logits.device)).sum()
+            (gradient,) = torch.autograd.grad(total, kept[0], allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return None if gradient is None else gradient[0].double().cpu().numpy()
+
+
+def _gradient_leaf(base: Any) -> list[Any]:
+    """Make the first float tensor of the forward pass need a gradient, frozen parameters or not."""
+    done: list[bool] = []
+
+    def mark(_module: Any, _args: Any, output: Any) -> Any:
+        if done or not isinstance(output, Tensor) or not output.is_floating_point():
+            return None
+        done.append(True)
+        return output if output.requires_grad else output.detach().requires_grad_()
+
+    return [m.register_forward_hook(mark) for m in base.modules() if not any(True for _ in m.children())]
+
+
+def _to(tensor: Tensor, model: Any) -> Tensor:
+    return tensor.to(model.device, model.dtype) if tensor.is_floating_point() else tensor.to(model.device)
+
+
+def row_weights(row: OutputRow, encoded: Encoded, mask_id: int | None) -> NDArray[np.float32]:
+    """Return the weights of one probe's rows.
+
+    Parameters
+    ----------
+    row : OutputRow
+    encoded : Encoded
+    mask_id : int or None
+        The tokenizer's mask token.
+
+    Returns
+    -------
+    float32 array (n,)
+        Non-negative, sums to 1.
+
+    Raises
+    ------
+    ProbeError
+        When the probe has no such row.
+    """
+    weights = np.zeros(len(encoded), np.float64)
+    if row.kind == "groups":
+        for start, stop in row.groups:
+            chosen = weights[start:stop]
+            if len(chosen) == 0 or start < -len(weights):
+                raise ProbeError(
+                    f"probe {encoded.probe.id} has {len(weights)} positions, none is row {row.name!r}; "
+                    "mend [method] row or remove the probe"
+                )
+            chosen += 1.0 / (len(chosen) * len(row.groups))
+    elif row.kind == "mask":
+        ids = encoded.tensors["input_ids"][0].numpy() if "input_ids" in encoded.tensors else np.zeros(0)
+        weights[: len(ids)] = ids == mask_id
+    else:
+        weights += _region_rows(row, encoded)
+    if not weights.sum() > 0:
+        remedy = (
+            "put the mask token into its text or set [method] row"
+            if row.kind == "mask"
+            else "mend [method] row"
+        )
+        raise ProbeError(f"probe {encoded.probe.id} has no position for the row {row.name!r}; {remedy}")
+    share: NDArray[np.float32] = (weights / weights.sum()).astype(np.float32)
+    return share
+
+
+def _region_rows(row: OutputRow, encoded: Encoded) -> NDArray[np.float64]:
+    probe, name = encoded.probe, row.name
+    if row.span is not None:
+        probe = replace(probe, regions={name: [list(row.span)]})
+    if name not in probe.regions:
+        raise ProbeError(
+            f"probe {probe.id} has no annotated region {name!r} to read as its row; mend [method] row"
+        )
+    return _annotated(name, encoded, probe)
+
+
+def _annotated(name: str, encoded: Encoded, probe: Probe) -> NDArray[np.float64]:
+    try:
+        return np.asarray(
+            region_weights(Region(name, "annotated", {"annotated": name}), encoded.positions, probe),
+            np.float64,
+        )
+    except ValueError as error:
+        raise ProbeError(f"probe {probe.id}: row {name!r} cannot be placed ({error})") from None

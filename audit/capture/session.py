@@ -1,0 +1,301 @@
+"""Capture a whole list of probes: from probes to maps and predictions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from audit.capture.batches import length_batches, stack, valid_positions
+from audit.capture.engine import BatchFold, FoldSettings
+from audit.capture.inputs import Encoded, core_model, encode_image, encode_texts
+from audit.capture.interface import config_locks
+from audit.capture.layers import CapturePlan, plan_capture
+from audit.capture.passes import fold_batch, frozen, run_model
+from audit.capture.positions import with_sink_position
+from audit.capture.predictions import Target, first_tensor, predictions, targets_by_probe
+from audit.capture.rows import OutputRow, decide_row, row_weights
+from audit.errors import CaptureError
+from audit.records import Captured, CaptureSettings, Checkpoint, Map, Method, Positions, Prediction, Probe
+
+Progress = Callable[[int], None]
+VERIFIED_PROBES = 2
+
+
+@dataclass(frozen=True)
+class Session:
+    """A checkpoint with everything that is decided once for all of its batches."""
+
+    checkpoint: Checkpoint
+    settings: CaptureSettings
+    fold: FoldSettings
+    plan: CapturePlan
+    row: OutputRow
+    wanted: dict[str, Any]
+
+    @property
+    def keep_logits(self) -> bool:
+        """Return whether a language model must give the logits of every position."""
+        return self.row.name != "last"
+
+
+def capture(
+    checkpoint: Checkpoint,
+    probes: Sequence[Probe],
+    *,
+    method: Method | None = None,
+    settings: CaptureSettings | None = None,
+    target: Target = None,
+    progress: Progress | None = None,
+) -> Iterator[Captured]:
+    """Run `probes` through a checkpoint and yield each one's map and prediction, in order.
+
+    The attention of each layer is folded into the rollout matrix of its batch as it is computed and
+    then dropped. The model's own kernel computes its outputs, which stay the same to the last bit.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        Its model and its config come back as they were, also after an exception.
+    probes : sequence of Probe
+        Text, text pairs, messages, or images.
+    method : Method
+        ``rollout`` or ``raw`` (attention of the last layer), its parameters, and the output row:
+        ``auto``, ``cls``, ``mean``, ``last``, ``mask``, ``token:<i>``, ``span:<start>-<end>``, or the
+        name of an annotated region.
+    settings : CaptureSettings
+    target : "label", a class name, an index, a list in the order of the probes, a mapping by id, or None
+        Which class's logit the prediction holds as `target_logit`.
+    progress : callable, optional
+        Called with the number of probes done.
+
+    Yields
+    ------
+    Captured
+        A map whose weights sum to 1 over the positions of the probe, and the prediction. A probe's
+        map does not depend on the others (1e-6 in float32).
+
+    Raises
+    ------
+    ProbeError
+        Naming all probes that are too long, or one that cannot be used.
+    CaptureError
+        When attention cannot be captured exactly; the message names the layer.
+    """
+    method, settings = method or Method(), settings or CaptureSettings()
+    probes = list(probes)
+    if not probes:
+        return
+    plan = plan_capture(core_model(checkpoint.model))
+    wanted = targets_by_probe(target, probes)
+    session: Session | None = None
+    done = 0
+
+    def report(count: int) -> None:
+        if progress is not None:
+            progress(done + count)
+
+    for window in _windows(checkpoint, probes, settings):
+        if session is None:
+            row = _decide(checkpoint, plan, method.row, window)
+            session = Session(checkpoint, settings, FoldSettings.from_method(method), plan, row, wanted)
+            verify(session, window)
+        yield from _run_window(session, window, report)
+        done += len(window)
+
+
+def check_probes(
+    checkpoint: Checkpoint, probes: Sequence[Probe], settings: CaptureSettings | None = None
+) -> None:
+    """Raise ProbeError naming every probe that is too long for the checkpoint; run no forward pass."""
+    texts = [probe for probe in probes if probe.modality == "text"]
+    if texts:
+        encode_texts(checkpoint, texts, settings or CaptureSettings())
+
+
+def check_determinism(
+    checkpoint: Checkpoint,
+    probes: Sequence[Probe],
+    *,
+    method: Method | None = None,
+    settings: CaptureSettings | None = None,
+) -> None:
+    """Run the first batch of `probes` twice and raise CaptureError when the two disagree in any bit."""
+    method, settings = method or Method(), settings or CaptureSettings()
+    window = next(_windows(checkpoint, list(probes), settings), None)
+    if window is None:
+        return
+    plan = plan_capture(core_model(checkpoint.model))
+    row = _decide(checkpoint, plan, method.row, window)
+    session = Session(checkpoint, settings, FoldSettings.from_method(method), plan, row, {})
+    batch = [window[i] for i in _batches(session, window)[0]]
+    _agree(
+        _fold(session, batch), _fold(session, batch), "two identical passes disagree; no shift can be judged"
+    )
+
+
+def _decide(checkpoint: Checkpoint, plan: CapturePlan, row: str, window: Sequence[Encoded]) -> OutputRow:
+    core = core_model(checkpoint.model)
+    with config_locks(plan.configs or (core.config,)), frozen(checkpoint.model):
+        return decide_row(checkpoint, row, max(window, key=len))
+
+
+def _windows(
+    checkpoint: Checkpoint, probes: Sequence[Probe], settings: CaptureSettings
+) -> Iterator[list[Encoded]]:
+    """Encode text all at once, so that it can be sorted by length, and images a few at a time."""
+    modalities = {probe.modality for probe in probes}
+    if not modalities <= {"text", "image"} or len(modalities) > 1:
+        raise CaptureError(
+            f"probes are {', '.join(sorted(modalities))}; expected only text or only images, split "
+            "the probe set"
+        )
+    if modalities == {"text"}:
+        yield encode_texts(checkpoint, probes, settings)
+        return
+    window: list[Encoded] = []
+    for probe in probes:
+        window.append(encode_image(checkpoint, probe))
+        if sum(map(len, window)) + len(window[-1]) > settings.batch_tokens:
+            yield window
+            window = []
+    if window:
+        yield window
+
+
+def _batches(session: Session, window: Sequence[Encoded]) -> list[list[int]]:
+    config = core_model(session.checkpoint.model).config
+    # Decoders with a classification head refuse several probes at once when they know no pad token.
+    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    alone = session.checkpoint.task == "sequence-classification" and text_config.pad_token_id is None
+    return length_batches(window, session.settings.batch_tokens, max_size=1 if alone else None)
+
+
+def _run_window(
+    session: Session, window: Sequence[Encoded], progress: Callable[[int], Any]
+) -> Iterator[Captured]:
+    ready: dict[int, Captured] = {}
+    cursor, done = 0, 0
+    for indices in _batches(session, window):
+        batch = [window[i] for i in indices]
+        ready |= dict(zip(indices, _captured(session, batch, *_fold(session, batch)), strict=True))
+        done += len(indices)
+        progress(done)
+        while cursor in ready:
+            yield ready.pop(cursor)
+            cursor += 1
+
+
+def _read_weights(session: Session, batch: Sequence[Encoded]) -> NDArray[np.float32]:
+    mask_id = getattr(
+        getattr(session.checkpoint.processor, "tokenizer", session.checkpoint.processor),
+        "mask_token_id",
+        None,
+    )
+    return np.stack([row_weights(session.row, item, mask_id) for item in batch])
+
+
+def _fold(session: Session, batch: Sequence[Encoded], *, check: bool = False) -> tuple[BatchFold, Any]:
+    model = session.checkpoint.model
+    tensors = stack(batch)
+    device = core_model(model).device
+    read = torch.from_numpy(_read_weights(session, batch)).to(device)
+    fold = BatchFold(session.fold, read, valid_positions(tensors, *read.shape).to(device))
+    outputs = fold_batch(model, session.plan, tensors, fold, verify=check, keep_logits=session.keep_logits)
+    return fold, outputs
+
+
+def verify(session: Session, window: Sequence[Encoded]) -> None:
+    """Check on the first probes that capture sees what the model does and changes nothing.
+
+    Attention × values must give every layer's own output, the outputs must be those of a pass without
+    capture to the last bit, and a second pass must agree with the first.
+
+    Raises
+    ------
+    CaptureError
+    """
+    batch = [window[i] for i in _batches(session, window)[0][:VERIFIED_PROBES]]
+    first, second = _fold(session, batch, check=True), _fold(session, batch)
+    _agree(first, second, "two identical passes disagree; no shift can be judged")
+    core = core_model(session.checkpoint.model)
+    with config_locks(session.plan.configs or (core.config,)), frozen(session.checkpoint.model):
+        plain = run_model(session.checkpoint.model, stack(batch), keep_logits=session.keep_logits)
+    if not _same(first_tensor(plain), first_tensor(first[1])):
+        raise CaptureError(
+            f"{type(core).__name__}: capturing changes the model's own output; load the checkpoint with "
+            "attention_implementation = 'eager'"
+        )
+
+
+def _agree(first: tuple[BatchFold, Any], second: tuple[BatchFold, Any], message: str) -> None:
+    same_maps = _same(first[0].final_row(), second[0].final_row())
+    if not (same_maps and _same(first_tensor(first[1]), first_tensor(second[1]))):
+        raise CaptureError(f"determinism: {message}, use another device or attention implementation")
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    # NaN is not equal to itself, yet no sign of randomness; it is reported by its own check.
+    return torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def _captured(session: Session, batch: Sequence[Encoded], fold: BatchFold, outputs: Any) -> list[Captured]:
+    answers = predictions(session.checkpoint, batch, outputs, session.wanted, fold.read.argmax(dim=1))
+    final, layers = fold.final_row().double().cpu().numpy(), None
+    if session.settings.layer_maps:
+        layers = torch.stack(fold.rows, dim=1).double().cpu().numpy()
+    collapse, empty, causal = fold.depth_collapse().tolist(), fold.empty_rows.tolist(), fold.causal.tolist()
+    keep = np.pad(fold.valid.cpu().numpy(), ((0, 0), (0, int(fold.sink))), constant_values=True)
+    found = []
+    for i, item in enumerate(batch):
+        positions = replace(item.positions, causal=_is_causal(session, causal[i], len(item)))
+        positions = with_sink_position(positions) if fold.sink else positions
+        rows = None if layers is None else layers[i][:, keep[i]]
+        extra = {"depth_collapse": collapse[i], "empty_rows": float(empty[i])}
+        found.append(Captured((_map(item, final[i][keep[i]], rows, positions, extra),), answers[i]))
+    return found
+
+
+def _is_causal(session: Session, no_future: bool, length: int) -> bool:
+    if length > 1:
+        return no_future
+    return any(getattr(layer.module, "is_causal", False) for layer in session.plan.layers)
+
+
+def _map(
+    item: Encoded,
+    row: NDArray[np.float64],
+    layers: NDArray[np.float64] | None,
+    positions: Positions,
+    extra: dict[str, float],
+) -> Map:
+    if len(row) != len(positions) or not row.sum() > 0:
+        raise CaptureError(
+            f"probe {item.probe.id}: the rollout has {len(row)} positions with mass "
+            f"{row.sum():.3g}, expected "
+            f"{len(positions)} positions with mass 1"
+        )
+    weights = row / row.sum()
+    if layers is not None:
+        layers = (layers / layers.sum(axis=1, keepdims=True)).astype(np.float32)
+    entropy = -float(np.sum(weights * np.log(weights, where=weights > 0, out=np.zeros_like(weights))))
+    return Map(
+        probe_id=item.probe.id,
+        weights=weights.astype(np.float32),
+        positions=positions,
+        layers=layers,
+        diagnostics={
+            "entropy": entropy / math.log(len(weights)) if len(weights) > 1 else 0.0,
+            "sink": float(weights.max()),
+            **extra,
+        },
+    )
+
+
+__all__ = ["Prediction", "capture", "check_determinism", "check_probes"]
