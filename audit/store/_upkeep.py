@@ -1,0 +1,131 @@
+"""Verify what is stored, and remove what nobody needs."""
+
+from __future__ import annotations
+
+import shutil
+import time
+import uuid
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from audit.errors import StoreError
+from audit.store import _log
+from audit.store._files import MANIFEST, check_file, read_json, writing
+from audit.store._reader import Files
+
+
+def problems_of(root: Path, files: Files, name: str) -> list[str]:
+    """Return what is wrong with one run or comparison; each line names the file."""
+    try:
+        manifest = files.manifest(name)
+    except StoreError as error:
+        return [str(error)]
+    found = _log_problems(root, files.directory / name / MANIFEST, manifest)
+    for entry in manifest["files"]:
+        path = files.directory / name / entry["path"]
+        try:
+            check_file(path, entry)
+            _check_rows(path, entry)
+        except StoreError as error:
+            found.append(str(error))
+    return found
+
+
+def _check_rows(path: Path, entry: dict[str, Any]) -> None:
+    if path.suffix != ".parquet":
+        return
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        rows = pq.read_metadata(path).num_rows
+    except (pa.ArrowException, OSError) as error:
+        raise StoreError(f"{path} is no readable Parquet file ({error}); restore it from a backup") from None
+    if rows != entry["rows"]:
+        raise StoreError(f"{path}: expected {entry['rows']} rows, got {rows}; restore it from a backup")
+
+
+def _log_problems(root: Path, path: Path, manifest: dict[str, Any]) -> list[str]:
+    try:
+        seals = {entry["payload"].get("seal") for entry in _log.read(root / "log")}
+    except StoreError as error:
+        return [str(error)]
+    if manifest["seal"] in seals:
+        return []
+    return [f"{path} is not the manifest that the log recorded; restore the store from a backup"]
+
+
+# --- removal ----------------------------------------------------------------------------------
+
+
+def candidates(
+    root: Path, *, unfinished_after: float, unreferenced_after: float | None, keep: Collection[str]
+) -> list[dict[str, str]]:
+    """Return what may be removed: ``{"id", "path", "reason"}`` each, nothing of it younger than asked."""
+    found = []
+    for kind in ("runs", "comparisons"):
+        for path in _directories(root / kind):
+            if not (path / MANIFEST).exists() and _age(path) >= unfinished_after:
+                found.append({"id": path.name, "path": f"{kind}/{path.name}", "reason": "unfinished"})
+    if unreferenced_after is not None:
+        needed = _referenced(root, set(keep))
+        for path in _directories(root / "runs"):
+            if (path / MANIFEST).exists() and path.name not in needed and _age(path) >= unreferenced_after:
+                found.append({"id": path.name, "path": f"runs/{path.name}", "reason": "unreferenced"})
+    return found
+
+
+def _directories(parent: Path) -> list[Path]:
+    return sorted(path for path in parent.iterdir() if path.is_dir()) if parent.is_dir() else []
+
+
+def _age(path: Path) -> float:
+    """Return the seconds since anything in a directory was written."""
+    newest = max((p.stat().st_mtime for p in (path, *path.rglob("*")) if p.exists()), default=0.0)
+    return time.time() - newest
+
+
+def _referenced(root: Path, keep: set[str]) -> set[str]:
+    """Return runs that comparisons, approvals, `keep`, unfinished work or such runs' maps need."""
+    needed = set(keep)
+    for path in _directories(root / "comparisons"):
+        if (path / MANIFEST).exists():
+            manifest = read_json(path / MANIFEST)
+            runs = [manifest["before"], manifest["after"], *manifest["replicates"]]
+            needed |= {run["run_id"] for run in runs if run}
+    for path in sorted((root / "approvals").glob("*.json")):
+        needed |= {str(value) for value in read_json(path).values() if str(value).startswith("run-")}
+    for path in _directories(root / "runs"):
+        plan = path / "plan.json"
+        if plan.exists() and (source := read_json(plan)["source"]):
+            needed.add(source)
+    return needed | _owners_of_maps(root, needed)
+
+
+def _owners_of_maps(root: Path, needed: set[str]) -> set[str]:
+    owners = set()
+    for name in needed:
+        path = root / "runs" / name / MANIFEST
+        if path.exists():
+            listed = [entry["path"] for entry in read_json(path)["files"]]
+            owners |= {Path(entry).parts[1] for entry in listed if entry.startswith("../")}
+    return owners
+
+
+def remove(root: Path, candidate: dict[str, str]) -> None:
+    """Hide a directory, log its tombstone, and delete it; a crash leaves only hidden files."""
+    source = root / candidate["path"]
+    with writing(source):
+        manifest = source / MANIFEST
+        sealed = read_json(manifest).get("seal") if manifest.exists() else None
+        hidden = root / "trash" / f"{source.name}-{uuid.uuid4().hex}"
+        hidden.parent.mkdir(exist_ok=True)
+        source.rename(hidden)
+        _log.append(root / "log", "gc", {**candidate, "seal_removed": sealed})
+        shutil.rmtree(hidden)
+
+
+def empty_trash(root: Path) -> None:
+    """Delete what an interrupted removal left behind."""
+    shutil.rmtree(root / "trash", ignore_errors=True)
