@@ -38,11 +38,11 @@ def _column_name(column: Column) -> str:
 def _order(name: str, wanted: Sequence[object], found: Sequence[object], what: str) -> list[int]:
     """Return where each of `wanted` stands in `found`; both must hold the same things."""
     label = [_column_name(one) if isinstance(one, Column) else str(one) for one in (*wanted, *found)]
-    place = {one: i for i, one in enumerate(found)}
+    place, known = {one: i for i, one in enumerate(found)}, set(wanted)
     if len(place) != len(found):
         raise ValueError(f"{name}: expected every {what} once, got some of them twice")
     lacking = [label[i] for i, one in enumerate(wanted) if one not in place]
-    extra = [label[len(wanted) + i] for i, one in enumerate(found) if one not in set(wanted)]
+    extra = [label[len(wanted) + i] for i, one in enumerate(found) if one not in known]
     if lacking or extra:
         parts = [f"lacks {_some(lacking)}"] if lacking else []
         parts += [f"has beside them {_some(extra)}"] if extra else []

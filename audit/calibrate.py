@@ -26,6 +26,7 @@ __all__ = [
     "e_process",
     "equivalence",
     "excess_interval",
+    "excess_pvalue",
     "holm",
     "minimum_detectable_shift",
     "replicate_power",
@@ -83,7 +84,17 @@ def _spread(own: Array, others: Sequence[Array]) -> tuple[float, float, int]:
     return float(own.mean()), (0.0 if sd <= 1e-12 * scale else sd), df
 
 
-def _tail(statistic: float, df: float, alternative: Alternative) -> float:
+def excess_pvalue(
+    excess: float, sd: float, k: int, *, alternative: Alternative = "two-sided", df: float | None = None
+) -> float:
+    """Return the p-value of t = excess / (sd·√(1+1/k)) with k − 1 degrees of freedom.
+
+    Examples
+    --------
+    >>> round(excess_pvalue(3.04, 1.0, 5), 3)
+    0.05
+    """
+    df, statistic = k - 1 if df is None else df, excess / (sd * np.sqrt(1 + 1 / k))
     if alternative == "greater":
         return float(special.stdtr(df, -statistic))
     if alternative == "less":
@@ -169,7 +180,7 @@ def replicate_test(
     return ReplicateTest(
         excess=excess,
         statistic=float(statistic),
-        pvalue=_tail(float(statistic), df, alternative),
+        pvalue=excess_pvalue(excess, sd, k, alternative=alternative, df=df),
         interval=excess_interval(
             excess, sd, k, alpha=alpha, df=df, probe_variance=probe_variance, probe_df=probe_df
         ),

@@ -410,7 +410,7 @@ class Cell:
         The measure for each replicate, in the comparison's order of replicates.
     probe_variance : float or None
         v of STATISTICS.md: variance over probes (clusters) of x_p - mean_i s_ip, divided by their
-        number.
+        number; on the log scale for distances.
     """
 
     measure: str
@@ -470,7 +470,8 @@ class Comparison:
     """Two runs, their replicates, and every cell that was computed.
 
     `identical_maps` is True when no map differs at all; `same_weights` None when unknown (maps that
-    were made elsewhere). `mismatches` lists the settings in which the runs differ.
+    were made elsewhere). `mismatches` lists the settings in which the runs differ. `nondeterministic`
+    says what differed when the same probe went twice through one checkpoint, None when nothing did.
     """
 
     kind: Literal["paired", "unpaired"]
@@ -490,6 +491,7 @@ class Comparison:
     predictions: Mapping[str, Any] = field(default_factory=dict)
     confirmations: tuple[Confirmation, ...] = ()
     id: str | None = None
+    nondeterministic: str | None = None
 
     def find(
         self,

@@ -1,0 +1,183 @@
+"""What a rule's verdict says, in one plain sentence."""
+
+from __future__ import annotations
+
+import math
+
+from audit._floor import Floor, plural
+from audit.calibrate import DISTANCES
+from audit.records import Cell, Outcome, ReplicateTest, Rule
+
+_EFFECTS = {
+    "model": "",
+    "data": "between the two probe sets ",
+    "model_on_domain": "on the second probe set ",
+    "interaction": "on the second probe set, compared with the first, ",
+}
+
+
+def decimals_for(*values: float | None) -> int:
+    """Return decimals that show at least two figures of the largest value, three where it is a share.
+
+    Examples
+    --------
+    >>> decimals_for(0.052), decimals_for(0.0006), decimals_for(1.94)
+    (3, 5, 2)
+    """
+    largest = max((abs(v) for v in values if v is not None and math.isfinite(v)), default=0.0)
+    if largest == 0:
+        return 3
+    if largest >= 1:
+        return 2
+    return min(8, max(3, 1 - math.floor(math.log10(largest))))
+
+
+def number(value: float, decimals: int = 3, *, signed: bool = False) -> str:
+    """Return a number without a leading zero, with a true minus sign.
+
+    Examples
+    --------
+    >>> number(0.0521), number(-0.001, signed=True), number(1.5, 2)
+    ('.052', '−.001', '1.50')
+    """
+    text = f"{abs(value):.{decimals}f}"
+    zero = float(text) == 0
+    text = text[1:] if text.startswith("0.") else text
+    sign = "−" if value < 0 and not zero else "+" if signed and not zero else ""
+    return sign + text
+
+
+def plain(value: float) -> str:
+    """Return a limit as its owner wrote it: ".02", "1.5"."""
+    text = f"{abs(value):.6g}"
+    return ("−" if value < 0 else "") + (text[1:] if text.startswith("0.") else text)
+
+
+def place(cell: Cell) -> str:
+    """Return which cell is meant: region, stream, layer, segment."""
+    parts = [] if cell.region == "*" else [f"'{cell.region}'"]
+    if cell.stream != "input":
+        parts.append(f"({cell.stream})")
+    if cell.layer is not None:
+        parts.append(f"at layer {cell.layer}")
+    if cell.segment is not None:
+        parts.append(f"for {cell.segment}")
+    return " ".join(parts)
+
+
+def _at(cell: Cell) -> str:
+    """Return "on 'corner'", or the layer and segment alone for the whole map."""
+    where = place(cell)
+    return f" on {where}" if cell.region != "*" else f" {where}" if where else ""
+
+
+def movement(cell: Cell) -> str:
+    """Return what the map did, judged by its interval alone."""
+    effect = _EFFECTS[cell.effect]
+    low, high = cell.interval or (-math.inf, math.inf)
+    if cell.measure != "shift":
+        return f"{effect}the attention map moved{_at(cell)}"
+    if low > 0:
+        return f"{effect}the attention map moved towards {place(cell)}"
+    if high < 0:
+        return f"{effect}the attention map moved away from {place(cell)}"
+    return f"{effect}the attention map did not measurably move{_at(cell)}"
+
+
+def measured(cell: Cell) -> str:
+    """Return the numbers: share before and after, value, interval."""
+    if cell.value is None:
+        return f"{cell.measure.replace('_', ' ')} is undefined"
+    signed = cell.measure not in DISTANCES and cell.measure not in ("level", "ratio")
+    digits = decimals_for(cell.value, *(cell.interval or ()))
+    parts = []
+    if cell.before is not None and cell.after is not None and cell.measure != "level":
+        ends = decimals_for(cell.before, cell.after)
+        kind = "shift" if cell.effect == "interaction" else "share"
+        parts.append(f"{kind} {number(cell.before, ends)} → {number(cell.after, ends)}")
+    name = "share after" if cell.measure == "level" else cell.measure.replace("_", " ")
+    text = f"{name} {number(cell.value, digits, signed=signed)}"
+    if cell.interval is not None:
+        text += " [{}, {}]".format(*(number(v, digits, signed=signed) for v in cell.interval))
+    return ", ".join([*parts, text])
+
+
+def limit_text(low: float, high: float, *, signed: bool = True) -> str:
+    """Return the limits as "limit ±.02", "limit +.02", "at most .1", "between .5 and 2"."""
+    if signed and low == -high:
+        return f"limit ±{plain(high)}"
+    if math.isinf(low) or low == -high or (not signed and low == 0):
+        return f"limit +{plain(high)}" if signed else f"limit at most {plain(high)}"
+    if math.isinf(high):
+        return f"limit {plain(low)}" if signed else f"limit at least {plain(low)}"
+    return f"limit between {plain(low)} and {plain(high)}"
+
+
+def retraining(floor: Floor, measure: str) -> str:
+    """Return what harmless re-training does to the measure."""
+    if floor.mean is None:
+        return ""
+    digits = decimals_for(floor.mean, floor.sd)
+    signed = measure not in DISTANCES and measure not in ("level", "ratio")
+    verb = "moves it by" if signed or measure in DISTANCES else "gives"
+    spread = "" if floor.sd is None else f" ± {number(floor.sd, digits)}"
+    return f"harmless re-training {verb} {number(floor.mean, digits, signed=signed)}{spread}"
+
+
+def limit_sentence(cell: Cell, rule: Rule, outcome: Outcome, bounds: tuple[float, float], floor: str) -> str:
+    """Return the sentence of a limit rule."""
+    signed = rule.measure not in DISTANCES and rule.measure not in ("level", "ratio")
+    if outcome is Outcome.FAIL and rule.measure in ("level", "ratio"):
+        head = f"{_EFFECTS[cell.effect]}the attention map's share{_at(cell)} is outside the limit"
+    elif outcome is Outcome.FAIL:
+        head = f"{movement(cell)}, beyond the limit"
+    elif outcome is Outcome.PASS:
+        head = f"{movement(cell)}, within the limit" if signed else f"{_kept(cell)} within the limit"
+    else:
+        head = f"{_EFFECTS[cell.effect]}the attention map may or may not be beyond the limit{_at(cell)}"
+    return "; ".join(
+        part for part in (f"{head}: {measured(cell)}, {limit_text(*bounds, signed=signed)}", floor) if part
+    )
+
+
+def _kept(cell: Cell) -> str:
+    return f"{_EFFECTS[cell.effect]}the attention map stayed{_at(cell)}"
+
+
+def explanation(explained: bool | None) -> str:
+    """Return what the replicates say about a limit rule's value."""
+    if explained is None:
+        return ""
+    return "so re-training alone could explain it" if explained else "so re-training does not explain it"
+
+
+def excess_sentence(cell: Cell, rule: Rule, outcome: Outcome, floor: Floor, *, numbers: str) -> str:
+    """Return the sentence of an excess rule; `numbers` tells the test and the margin."""
+    if outcome is Outcome.FAIL:
+        head = f"{movement(cell)}, by more than harmless re-training explains"
+    elif outcome is Outcome.PASS:
+        head = f"{_EFFECTS[cell.effect]}the attention map moved no more{_at(cell)} than harmless re-training does"
+    else:
+        head = (
+            f"{_EFFECTS[cell.effect]}it is open whether the attention map moved more{_at(cell)} "
+            "than harmless re-training does"
+        )
+    parts = [measured(cell), numbers, retraining(floor, rule.measure)]
+    return f"{head}: " + "; ".join(part for part in parts if part)
+
+
+def excess_numbers(test: ReplicateTest, within: float, rule: Rule, adjusted: float | None, tests: int) -> str:
+    """Return the excess shift with its interval and margin, and the Holm-adjusted p-value."""
+    if test.excess is None:
+        return ""
+    digits = decimals_for(test.excess, *(test.interval or ()))
+    text = f"excess {number(test.excess, digits, signed=True)}"
+    if test.interval is not None:
+        text += " [{}, {}]".format(*(number(v, digits, signed=True) for v in test.interval))
+    one_sided = rule.measure in DISTANCES or rule.direction == "increase"
+    sign = "+" if one_sided else "−" if rule.direction == "decrease" else "±"
+    text += f", allowed within {sign}{plain(float(f'{within:.3g}'))}"
+    if adjusted is not None:
+        shown = "p < .0001" if adjusted < 0.0001 else f"p = {plain(float(f'{adjusted:.2g}'))}"
+        text += f", {shown}" + (f" (Holm over {plural(tests, 'test')})" if tests > 1 else "")
+    return text
