@@ -59,8 +59,8 @@ def _check_content(probe: Probe) -> None:
         raise ValueError(f"no content: expected one of {', '.join(CONTENT)}; fill it in")
     if given not in _TOGETHER:
         raise ValueError(
-            f"{' and '.join(sorted(given))} cannot make one probe; expected text, text and text_pair, image and "
-            "text, or one of messages, image and audio"
+            f"{' and '.join(sorted(given))} cannot make one probe; expected text, text and text_pair, "
+            "image and text, or one of messages, image and audio"
         )
 
 

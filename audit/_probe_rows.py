@@ -160,8 +160,8 @@ def _dataset_rows(folder: Path) -> Iterator[Row]:
         import datasets
     except ImportError:
         raise ProbeError(
-            f"{folder} is a saved dataset and datasets is not installed; pip install 'rollout-audit[datasets]', "
-            "or save it as Parquet"
+            f"{folder} is a saved dataset and datasets is not installed; "
+            "pip install 'rollout-audit[datasets]', or save it as Parquet"
         ) from None
     try:
         dataset = datasets.load_from_disk(str(folder))

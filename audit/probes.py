@@ -144,7 +144,8 @@ def _check_columns(rows: list[Row], path: Path, *, strict: bool) -> None:
             seen.setdefault(key, place)
     if not seen.keys() & set(CONTENT):
         raise ProbeError(
-            f"{path} has no column {', '.join(CONTENT[:-1])} or {CONTENT[-1]}, only {', '.join(seen) or 'none'}; "
+            f"{path} has no column {', '.join(CONTENT[:-1])} or {CONTENT[-1]}, only "
+            f"{', '.join(seen) or 'none'}; "
             'map one: columns = { text = "..." }'
         )
     for key, place in seen.items():
@@ -306,26 +307,30 @@ def write_probes(path: str | Path, probes: ProbeSet | Iterable[Probe]) -> None:
 
 
 def _to_line(probe: Probe, number: int, path: Path, media: Path) -> str:
-    def place(value: Any, name: str, save: Callable[[Path], None]) -> str:
-        target = Path(value) if isinstance(value, str) else media / name
-        if not isinstance(value, str):
-            save(target)
-        return Path(os.path.relpath(target, path.parent)).as_posix()
-
-    record: dict[str, Any] = {
-        key: value
-        for key, value in vars(probe).items()
-        if value is not None and key in FIELDS and value != {}
-    }
-    if (image := probe.image) is not None:
-        record["image"] = place(image, f"{number}.png", lambda to: save_image(to, load_image(image)))
-    if (audio := probe.audio) is not None:
-        record["audio"] = place(audio, f"{number}.wav", lambda to: save_audio(to, *_samples(probe)))
-    if probe.regions:
-        record["regions"] = dict(probe.regions)
+    record = {key: getattr(probe, key) for key in FIELDS}
+    record["segments"], record["regions"] = dict(probe.segments), dict(probe.regions)
+    if isinstance(probe.image, np.ndarray):
+        record["image"] = _saved(media / f"{number}.png", save_image, load_image(probe.image))
+    if isinstance(probe.audio, np.ndarray):
+        record["audio"] = _saved(media / f"{number}.wav", save_audio, *_samples(probe))
+    for field in ("image", "audio"):
+        if record[field] is not None:
+            record[field] = _relative(record[field], path)
     for name, annotation in probe.regions.items():
         if isinstance(annotation, Mapping) and "mask" in annotation:
             mask = annotation["mask"]
-            to_grey = lambda to, mask=mask: save_image(to, np.rint(mask * 255).astype(np.uint8))  # noqa: E731
-            record["regions"][name] = {"mask": place(mask, f"{number}-{name}.png", to_grey)}
-    return json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
+            if isinstance(mask, np.ndarray):
+                grey = np.rint(mask * 255).astype(np.uint8)
+                mask = _saved(media / f"{number}-{digest(name)[:8]}.png", save_image, grey)
+            record["regions"][name] = {"mask": _relative(mask, path)}
+    filled = {key: value for key, value in record.items() if value is not None and value != {}}
+    return json.dumps(filled, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _saved(target: Path, save: Callable[..., None], *content: Any) -> str:
+    save(target, *content)
+    return str(target)
+
+
+def _relative(place: str, path: Path) -> str:
+    return Path(os.path.relpath(place, path.parent)).as_posix()
