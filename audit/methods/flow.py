@@ -26,7 +26,7 @@ from audit.methods.rollout import add_residual
 CAPACITY_SCALE = 2**30
 """Capacities are rounded to integers of this scale; a row's sum then still fits SciPy's int32."""
 
-EDGES_PER_SECOND = 25_000_000
+EDGES_PER_SECOND = 20_000_000
 """Edges of the graph that one max-flow passes in a second on one core (measured at n = 128 and 512)."""
 
 MAX_SECONDS = 300.0
@@ -72,7 +72,7 @@ def attention_flow(
     -----
     SciPy's integer max-flow on capacities scaled by 2³⁰ finds the minimum cut, whose capacity is then
     summed in float64: exact unless two cuts lie within 2·10⁻⁹ of each other. n = 128, L = 12 takes
-    about half a second a row, n = 512 about a minute.
+    less than a second a row on one core, n = 512 about a minute and a half.
 
     It tells how much *could* pass, with every upper layer used to the full. Since the upper layers are
     wide, inputs often sit on the upper bound, where the value is that of the lowest layer's column

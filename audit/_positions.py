@@ -1,0 +1,280 @@
+"""Measures that know where positions lie, and maps carried over to other positions."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from audit._maps import Result, as_result, checked_map, checked_pair
+
+
+def wasserstein(p: ArrayLike, q: ArrayLike) -> Result:
+    r"""Return the Wasserstein-1 distance on positions i/(n - 1).
+
+    .. math:: \frac{1}{n-1} \sum_{i<n-1} |P_i - Q_i|, \quad P, Q \text{ the cumulative sums}
+
+    (Vallender, Theory of Probability and its Applications 18, 1974). The quantity of
+    `scipy.stats.wasserstein_distance` on those positions.
+
+    Parameters
+    ----------
+    p, q : (..., n)
+        Maps over positions in their order; each sums to 1.
+
+    Returns
+    -------
+    float or (...)
+        In units of the input's length, in [0, 1]; at least the absolute centre-of-mass shift. 0 for a
+        single position.
+
+    Raises
+    ------
+    ValueError
+        As for :func:`js_divergence`.
+
+    Examples
+    --------
+    >>> wasserstein([1.0, 0.0, 0.0], [0.0, 1.0, 0.0])
+    0.5
+    """
+    gaps = _cumulative_gaps(p, q)
+    return as_result(np.abs(gaps).sum(-1) / max(gaps.shape[-1], 1))
+
+
+def energy_distance(p: ArrayLike, q: ArrayLike) -> Result:
+    r"""Return the energy distance on positions i/(n - 1).
+
+    .. math:: \sqrt{\frac{2}{n-1} \sum_{i<n-1} (P_i - Q_i)^2}
+
+    (Székely & Rizzo, Journal of Statistical Planning and Inference 143, 2013). The quantity of
+    `scipy.stats.energy_distance` on those positions.
+
+    Parameters
+    ----------
+    p, q : (..., n)
+        Maps over positions in their order; each sums to 1.
+
+    Returns
+    -------
+    float or (...)
+        In [0, √2]; 0 for a single position.
+
+    Raises
+    ------
+    ValueError
+        As for :func:`js_divergence`.
+
+    Examples
+    --------
+    >>> energy_distance([1.0, 0.0, 0.0], [0.0, 1.0, 0.0])
+    1.0
+    """
+    gaps = _cumulative_gaps(p, q)
+    return as_result(np.sqrt(2 * (gaps**2).sum(-1) / max(gaps.shape[-1], 1)))
+
+
+def earth_mover_distance(p: ArrayLike, q: ArrayLike, grid: tuple[int, int]) -> Result:
+    """Return the earth mover's distance between maps over a patch grid.
+
+    The ground cost is the number of steps between neighbouring patches (L1), for which a minimum-cost
+    flow along the grid's edges is exact (Ling & Okada, IEEE PAMI 29, 2007); it is solved by SciPy's
+    HiGHS.
+
+    Parameters
+    ----------
+    p, q : (..., n)
+        Maps over patches, row by row; each sums to 1.
+    grid : (rows, columns)
+        With rows · columns = n.
+
+    Returns
+    -------
+    float or (...)
+        In units of the longest way, (rows - 1) + (columns - 1) steps: in [0, 1]. On a grid of one row
+        it is :func:`wasserstein`.
+
+    Raises
+    ------
+    ValueError
+        As for :func:`js_divergence`, or when the grid does not hold n patches.
+
+    Examples
+    --------
+    >>> round(earth_mover_distance([1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0], (2, 2)), 9)
+    1.0
+    """
+    before, after = checked_pair(p, q)
+    check_grid(grid, before.shape[-1])
+    steps = max(grid[0] - 1 + grid[1] - 1, 1)
+    gaps = np.reshape(after - before, (-1, before.shape[-1]))
+    costs = [grid_flow_cost(gap, grid) for gap in gaps]
+    return as_result(np.reshape(costs, before.shape[:-1]) / steps)
+
+
+def center_of_mass_shift(p: ArrayLike, q: ArrayLike) -> Result:
+    """Return how far the mean position moved: after - before, on positions i/(n - 1).
+
+    Parameters
+    ----------
+    p, q : (..., n)
+        Maps over positions in their order; each sums to 1.
+
+    Returns
+    -------
+    float or (...)
+        In [-1, 1]; positive towards the end of the input. 0 for a single position.
+
+    Raises
+    ------
+    ValueError
+        As for :func:`js_divergence`.
+
+    Examples
+    --------
+    >>> center_of_mass_shift([1.0, 0.0, 0.0], [0.0, 1.0, 0.0])
+    0.5
+    """
+    gaps = _cumulative_gaps(p, q)
+    return as_result(gaps.sum(-1) / max(gaps.shape[-1], 1))
+
+
+def spread_to_words(p: ArrayLike, spans: ArrayLike, words: ArrayLike) -> Result:
+    """Return the mass of each word, when each token's mass is spread evenly over its characters.
+
+    Maps of two tokenizers become comparable this way.
+
+    Parameters
+    ----------
+    p : (..., n)
+        Map over tokens; sums to 1.
+    spans : int (n, 2)
+        Characters [start, end) of each token; an empty or negative span has no characters.
+    words : int (m, 2)
+        Characters [start, end) of each word.
+
+    Returns
+    -------
+    (..., m)
+        Sums to 1 less what lies on no word: special tokens and characters between words.
+
+    Raises
+    ------
+    ValueError
+        When `p` is not a map, or spans do not have the shape (n, 2).
+
+    Examples
+    --------
+    >>> spread_to_words([0.5, 0.3, 0.2], [[0, 3], [3, 6], [-1, -1]], [[0, 4], [4, 6]])
+    array([0.6, 0.2])
+    """
+    map_ = checked_map("p", p)
+    tokens = _spans("spans", spans, map_.shape[-1])
+    return as_result(map_ @ _overlap_share(tokens, _spans("words", words, None)))
+
+
+def resample_grid(p: ArrayLike, grid: tuple[int, int], target: tuple[int, int]) -> Result:
+    """Return a map over one patch grid as a map over another, by the area that patches share.
+
+    Parameters
+    ----------
+    p : (..., rows · columns)
+        Map over patches, row by row; sums to 1.
+    grid, target : (rows, columns)
+        Both cover the same image.
+
+    Returns
+    -------
+    (..., target rows · target columns)
+        Sums to 1.
+
+    Raises
+    ------
+    ValueError
+        When `p` is not a map over `grid`, or `target` is empty.
+
+    Examples
+    --------
+    >>> resample_grid([1.0, 0.0], (1, 2), (1, 4))
+    array([0.5, 0.5, 0. , 0. ])
+    """
+    map_ = checked_map("p", p)
+    check_grid(grid, map_.shape[-1])
+    check_grid(target, target[0] * target[1])
+    shares = [
+        _overlap_share(_bands(cells), _bands(wanted)) for cells, wanted in zip(grid, target, strict=True)
+    ]
+    image = map_.reshape(*map_.shape[:-1], *grid)
+    resampled = np.einsum("...ij,ik,jl->...kl", image, *shares)
+    return as_result(resampled.reshape(*map_.shape[:-1], target[0] * target[1]))
+
+
+def _cumulative_gaps(p: ArrayLike, q: ArrayLike) -> NDArray[np.float64]:
+    """Return P_i - Q_i for i < n - 1, where the last, zero by definition, is left out."""
+    before, after = checked_pair(p, q)
+    gaps: NDArray[np.float64] = np.cumsum(before - after, axis=-1)[..., :-1]
+    return gaps
+
+
+def check_grid(grid: tuple[int, int], positions: int) -> None:
+    """Raise ValueError unless the grid holds as many patches as there are positions."""
+    if len(grid) != 2 or min(grid) < 1 or grid[0] * grid[1] != positions:
+        raise ValueError(f"grid: expected rows × columns = {positions} patches, got {tuple(grid)}")
+
+
+def grid_flow_cost(gap: NDArray[np.float64], grid: tuple[int, int]) -> float:
+    """Return the steps that the mass in `gap` travels along the grid's edges, at least."""
+    from scipy.optimize import linprog
+
+    if np.abs(gap).sum() == 0 or gap.size < 2:
+        return 0.0
+    incidence = _grid_incidence(grid)
+    scale = np.abs(gap).max()
+    solution = linprog(
+        np.ones(incidence.shape[1]),
+        A_eq=incidence,
+        b_eq=gap / scale,
+        method="highs-ds",
+        options={"primal_feasibility_tolerance": 1e-10, "dual_feasibility_tolerance": 1e-10},
+    )
+    if not solution.success:
+        raise ValueError(f"p: expected maps that flow into each other, got {solution.message}")
+    return float(solution.fun * scale)
+
+
+def _grid_incidence(grid: tuple[int, int]) -> Any:
+    """Return what each directed edge of the grid brings to each patch, sparse (patch, edge)."""
+    from scipy.sparse import csr_array
+
+    patches = np.arange(grid[0] * grid[1]).reshape(grid)
+    sides = [(patches[:, :-1], patches[:, 1:]), (patches[:-1], patches[1:])]
+    tails = np.concatenate([tail.ravel() for tail, _ in sides])
+    heads = np.concatenate([head.ravel() for _, head in sides])
+    tails, heads = np.concatenate([tails, heads]), np.concatenate([heads, tails])
+    edges = np.arange(len(tails))
+    data = np.repeat([-1.0, 1.0], len(edges))
+    index = (np.concatenate([tails, heads]), np.concatenate([edges, edges]))
+    return csr_array((data, index), shape=(patches.size, len(edges)))
+
+
+def _spans(name: str, spans: ArrayLike, count: int | None) -> NDArray[np.float64]:
+    array = np.asarray(spans, dtype=np.float64)
+    if array.ndim != 2 or array.shape[1] != 2 or count not in (None, len(array)):
+        raise ValueError(f"{name}: expected ({'m' if count is None else count}, 2), got shape {array.shape}")
+    return array
+
+
+def _bands(count: int) -> NDArray[np.float64]:
+    """Return `count` equal bands of [0, 1] as (start, end)."""
+    return np.array(list(pairwise(np.linspace(0.0, 1.0, count + 1))))
+
+
+def _overlap_share(source: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return which share of each source interval lies in each target interval (source, target)."""
+    start = np.maximum(source[:, None, 0], target[None, :, 0])
+    end = np.minimum(source[:, None, 1], target[None, :, 1])
+    length = source[:, 1] - source[:, 0]
+    overlap: NDArray[np.float64] = np.maximum(end - start, 0.0) / np.where(length > 0, length, 1.0)[:, None]
+    return np.where(length[:, None] > 0, overlap, 0.0)
