@@ -15,6 +15,7 @@ How regions behave:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +29,7 @@ from audit._region_weights import (
     region_weights,
     rest_weights,
 )
-from audit.records import Map, Positions, Probe, Region, Reliance
+from audit.records import FloatArray, Map, Positions, Probe, Region, Reliance
 
 __all__ = [
     "check_regions_match",
@@ -70,11 +71,8 @@ def reliance(one_map: Map, probe: Probe, regions: Sequence[Region]) -> tuple[Rel
     _check_offsets(one_map, regions)
     here = [region for region in regions if _applies(region, one_map.positions)]
     weights = _weigh(here, one_map.positions, probe)
-    return tuple(
-        _share(one_map, region, weights[region.name], probe)
-        for region in here
-        if weights[region.name].any() or not region.params.get("automatic")
-    )
+    kept = [r for r in here if weights[r.name].any() or not r.params.get("automatic")]
+    return _shares(one_map, kept, [weights[region.name] for region in kept], probe)
 
 
 def _check_offsets(one_map: Map, regions: Sequence[Region]) -> None:
@@ -114,37 +112,42 @@ def _weigh(regions: Sequence[Region], positions: Positions, probe: Probe) -> dic
     return weights
 
 
-def _share(one_map: Map, region: Region, weights: Weights, probe: Probe) -> Reliance:
-    outside = region.kind in OUTSIDE_CONTENT
-    base = np.ones(len(weights), bool) if outside else one_map.positions.content
-    missing = None if weights.any() else _missing_reason(region, one_map.positions, probe)
-    mass = float(one_map.weights[base].sum(dtype=np.float64))
-    if missing is None and not mass > 0:
-        missing = "the map has no mass on content"
-    if missing is not None:
-        return Reliance(one_map.probe_id, region.name, None, stream=one_map.stream, reason=missing)
-    return Reliance(
-        one_map.probe_id,
-        region.name,
-        share=_clip(float(weights @ one_map.weights.astype(np.float64)) / mass),
-        size=_clip(float(weights.sum()) / int(base.sum())),
-        stream=one_map.stream,
-        layers=_layer_shares(one_map, weights, base),
-    )
+def _shares(
+    one_map: Map, regions: Sequence[Region], weights: Sequence[Weights], probe: Probe
+) -> tuple[Reliance, ...]:
+    if not regions:
+        return ()
+    content = one_map.positions.content
+    bases = np.stack([np.ones_like(content) if r.kind in OUTSIDE_CONTENT else content for r in regions])
+    stacked = np.stack(weights)
+    sizes = stacked.sum(axis=1) / np.maximum(bases.sum(axis=1), 1)
+    whole, layers = _rates(one_map.weights[None], stacked, bases)[0], None
+    if one_map.layers is not None:
+        layers = _rates(one_map.layers, stacked, bases)
+    found = []
+    for i, region in enumerate(regions):
+        reason = None if weights[i].any() else _missing_reason(region, one_map.positions, probe)
+        if reason is None and np.isnan(whole[i]):
+            reason = "the map has no mass on content"
+        one = Reliance(probe.id, region.name, None, stream=one_map.stream, reason=reason)
+        if reason is None:
+            shares = None if layers is None else _defined(layers[:, i])
+            one = replace(one, share=float(whole[i]), size=float(min(sizes[i], 1.0)), layers=shares)
+        found.append(one)
+    return tuple(found)
 
 
-def _layer_shares(one_map: Map, weights: Weights, base: NDArray[np.bool_]) -> tuple[float, ...] | None:
+def _defined(layers: Weights) -> tuple[float, ...] | None:
     """Return the share at each layer, or None where a layer has no mass to share."""
-    if one_map.layers is None:
-        return None
-    mass = one_map.layers[:, base].sum(axis=1, dtype=np.float64)
-    if not (mass > 0).all():
-        return None
-    return tuple(_clip(float(share)) for share in one_map.layers.astype(np.float64) @ weights / mass)
+    return None if np.isnan(layers).any() else tuple(layers.tolist())
 
 
-def _clip(share: float) -> float:
-    return min(max(share, 0.0), 1.0)
+def _rates(maps: FloatArray, weights: Weights, bases: NDArray[np.bool_]) -> Weights:
+    """Return (map, region) Σ_i w_i m_i / Σ_(i in base) m_i, and NaN where the base has no mass."""
+    rows = maps.astype(np.float64)
+    inside, mass = rows @ weights.T, rows @ bases.T.astype(np.float64)
+    rates = np.divide(inside, mass, out=np.full_like(inside, np.nan), where=mass > 0)
+    return np.clip(rates, 0.0, 1.0)
 
 
 def _missing_reason(region: Region, positions: Positions, probe: Probe) -> str:
