@@ -156,7 +156,8 @@ def excess_sentence(cell: Cell, rule: Rule, outcome: Outcome, floor: Floor, *, n
     if outcome is Outcome.FAIL:
         head = f"{movement(cell)}, by more than harmless re-training explains"
     elif outcome is Outcome.PASS:
-        head = f"{_EFFECTS[cell.effect]}the attention map moved no more{_at(cell)} than harmless re-training does"
+        moved = f"{_EFFECTS[cell.effect]}the attention map moved no more{_at(cell)}"
+        head = f"{moved} than harmless re-training does"
     else:
         head = (
             f"{_EFFECTS[cell.effect]}it is open whether the attention map moved more{_at(cell)} "

@@ -6,6 +6,7 @@ starts fast.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from audit._floor import floor_of, plural
@@ -63,6 +64,14 @@ def evaluate_gate(comparison: Comparison, policy: Policy) -> Verdict:
             ExitCode.CAPTURE,
             f"the same probe twice through the same checkpoint disagrees ({comparison.nondeterministic}); "
             "switch off dropout and other randomness, or audit on the CPU",
+        )
+    if not math.isclose(comparison.alpha, policy.alpha):
+        return _refused(
+            comparison,
+            policy,
+            ExitCode.CONFIG,
+            f"the comparison's intervals were made with alpha {comparison.alpha:g}, the policy has "
+            f"{policy.alpha:g}; compare again with the policy's alpha",
         )
     if comparison.mismatches and "mismatch" not in policy.allow:
         return _refused(
