@@ -4,7 +4,21 @@
 beforehand what would fail later; `occlude` removes a region and watches the target logit.
 """
 
-from audit.capture.occlusion import Occlusion, occlude
-from audit.capture.session import capture, check_determinism, check_probes
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from audit.capture.occlusion import Occlusion, occlude
+    from audit.capture.session import capture, check_determinism, check_probes
 
 __all__ = ["Occlusion", "capture", "check_determinism", "check_probes", "occlude"]
+
+
+def __getattr__(name: str) -> Any:
+    # transformers takes seconds to import: only when something is captured.
+    if name in ("Occlusion", "occlude"):
+        from audit.capture import occlusion as module
+    elif name in __all__:
+        from audit.capture import session as module  # type: ignore[no-redef]
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(module, name)

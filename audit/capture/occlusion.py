@@ -13,7 +13,7 @@ from torch import Tensor
 
 from audit.capture.batches import length_batches, stack
 from audit.capture.inputs import Encoded, core_model, encode_image, encode_texts, text_tokenizer
-from audit.capture.passes import frozen, run_model
+from audit.capture.passes import exclusive, run_model
 from audit.capture.predictions import Target, check_finite, class_index, class_names, targets_by_probe
 from audit.errors import CheckpointError, ProbeError
 from audit.records import CaptureSettings, Checkpoint, Probe
@@ -171,7 +171,7 @@ def _logits(checkpoint: Checkpoint, encoded: Sequence[Encoded], settings: Captur
     found: dict[int, Tensor] = {}
     for indices in length_batches(encoded, settings.batch_tokens, max_size=1 if single else None):
         batch = [encoded[i] for i in indices]
-        with frozen(model):
+        with exclusive(model):
             outputs = run_model(model, stack(batch))
         if getattr(outputs, "logits", None) is None or outputs.logits.dim() != 2:
             raise CheckpointError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -65,6 +65,13 @@ def place(tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtyp
 
 
 @contextmanager
+def exclusive(model: nn.Module, configs: Sequence[Any] = ()) -> Iterator[None]:
+    """Hold `model` frozen while no other thread captures it or a model that shares its config."""
+    with config_locks([*configs, core_model(model).config]), frozen(model):
+        yield
+
+
+@contextmanager
 def watched(
     plan: CapturePlan, receive: Callable[[AttentionCall], None], expected: int | None
 ) -> Iterator[None]:
@@ -120,7 +127,5 @@ def fold_batch(
             check_values(call, fold.valid)
         fold.fold(call.weights, sink=call.sink)
 
-    # Configs are shared between models and threads: one forward pass at a time over each of them.
-    locked = plan.configs or (getattr(core_model(model), "config", model),)
-    with config_locks(locked), frozen(model), watched(plan, receive, expected_calls(core_model(model))):
+    with exclusive(model, plan.configs), watched(plan, receive, expected_calls(core_model(model))):
         return run_model(model, tensors, attentions=plan.has_hooks, keep_logits=keep_logits)

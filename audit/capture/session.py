@@ -15,9 +15,8 @@ from torch import Tensor
 from audit.capture.batches import length_batches, stack, valid_positions
 from audit.capture.engine import BatchFold, FoldSettings
 from audit.capture.inputs import Encoded, core_model, encode_image, encode_texts
-from audit.capture.interface import config_locks
 from audit.capture.layers import CapturePlan, plan_capture
-from audit.capture.passes import fold_batch, frozen, run_model
+from audit.capture.passes import exclusive, fold_batch, run_model
 from audit.capture.positions import with_sink_position
 from audit.capture.predictions import Target, first_tensor, predictions, targets_by_probe
 from audit.capture.rows import OutputRow, decide_row, row_weights
@@ -141,8 +140,7 @@ def check_determinism(
 
 
 def _decide(checkpoint: Checkpoint, plan: CapturePlan, row: str, window: Sequence[Encoded]) -> OutputRow:
-    core = core_model(checkpoint.model)
-    with config_locks(plan.configs or (core.config,)), frozen(checkpoint.model):
+    with exclusive(checkpoint.model, plan.configs):
         return decide_row(checkpoint, row, max(window, key=len))
 
 
@@ -224,12 +222,12 @@ def verify(session: Session, window: Sequence[Encoded]) -> None:
     batch = [window[i] for i in _batches(session, window)[0][:VERIFIED_PROBES]]
     first, second = _fold(session, batch, check=True), _fold(session, batch)
     _agree(first, second, "two identical passes disagree; no shift can be judged")
-    core = core_model(session.checkpoint.model)
-    with config_locks(session.plan.configs or (core.config,)), frozen(session.checkpoint.model):
+    with exclusive(session.checkpoint.model, session.plan.configs):
         plain = run_model(session.checkpoint.model, stack(batch), keep_logits=session.keep_logits)
     if not _same(first_tensor(plain), first_tensor(first[1])):
+        name = type(core_model(session.checkpoint.model)).__name__
         raise CaptureError(
-            f"{type(core).__name__}: capturing changes the model's own output; load the checkpoint with "
+            f"{name}: capturing changes the model's own output; load the checkpoint with "
             "attention_implementation = 'eager'"
         )
 
@@ -242,7 +240,7 @@ def _agree(first: tuple[BatchFold, Any], second: tuple[BatchFold, Any], message:
 
 def _same(a: Tensor, b: Tensor) -> bool:
     # NaN is not equal to itself, yet no sign of randomness; it is reported by its own check.
-    return torch.equal(a.nan_to_num(), b.nan_to_num())
+    return a.shape == b.shape and torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _captured(session: Session, batch: Sequence[Encoded], fold: BatchFold, outputs: Any) -> list[Captured]:

@@ -66,10 +66,10 @@ def attention_weights(
     if sinks is not None:
         column = sinks.to(dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], dim=-1)
-    # A row without any key would be NaN; no valid row reads it, so zero keeps it harmless.
-    return (
-        torch.softmax(scores, dim=-1).nan_to_num_(nan=0.0) if _has_empty_row(scores) else scores.softmax(-1)
-    )
+    weights = torch.softmax(scores, dim=-1)
+    empty = torch.isneginf(scores.amax(dim=-1, keepdim=True))
+    # Only pad rows have no key at all; zero keeps them from spreading NaN.
+    return weights.masked_fill(empty, 0.0) if bool(empty.any()) else weights
 
 
 def _masked(scores: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
@@ -85,10 +85,6 @@ def _masked(scores: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
     # Additive masks hide keys with the most negative number of the model's dtype; in float32 that
     # of float16 would leave e^-65504, which is zero as well.
     return scores + mask.to(scores.dtype)
-
-
-def _has_empty_row(scores: Tensor) -> bool:
-    return bool(torch.isneginf(scores.amax(dim=-1)).any())
 
 
 def with_sink(weights: Tensor) -> Tensor:
