@@ -43,7 +43,9 @@ def shift_cell(region: str, value: float | None, **changes: object) -> Cell:
     return replace(cell, **changes)  # type: ignore[arg-type]
 
 
-def rule_verdict(region: str, outcome: Outcome, value: float | None = 0.0512, **changes: object) -> RuleVerdict:
+def rule_verdict(
+    region: str, outcome: Outcome, value: float | None = 0.0512, **changes: object
+) -> RuleVerdict:
     sentences = {
         Outcome.PASS: f"The attention map on {region} stayed inside the limit.",
         Outcome.FAIL: f"The attention map moved to {region} by more than the limit.",
@@ -108,8 +110,8 @@ def comparison(cells: tuple[Cell, ...], **changes: object) -> Comparison:
         predictions={
             "n": 400,
             "changed": 61,
-            "became_wrong": 9,
-            "became_right": 21,
+            "newly_wrong": 9,
+            "fixed": 21,
             "accuracy_before": 0.951,
             "accuracy_after": 0.982,
             "changes": [{"probe_id": "digit-0007", "before": "3", "after": "8", "label": "8"}],
@@ -138,7 +140,14 @@ def digits_case() -> tuple[Comparison, Verdict, tuple[Example, ...], ReportConte
     """Return the watermark story with every section of the report filled."""
     whole = tuple(shift_cell(region, value) for region, value in REGIONS.items())
     distances = (
-        Cell("js_distance", "*", value=0.184, interval=(0.178, 0.19), n_probes=400, replicates=(0.04, 0.05, 0.04)),
+        Cell(
+            "js_distance",
+            "*",
+            value=0.184,
+            interval=(0.178, 0.19),
+            n_probes=400,
+            replicates=(0.04, 0.05, 0.04),
+        ),
         Cell("ratio", "corner", value=1.96, interval=(1.88, 2.04), before=0.0531, after=0.1043, n_probes=400),
         Cell("shift", "hair", n_probes=0, n_missing=400, reason="the region is empty in every probe"),
     )
@@ -147,8 +156,8 @@ def digits_case() -> tuple[Comparison, Verdict, tuple[Example, ...], ReportConte
         excess_verdict("corner", Outcome.FAIL),
         rule_verdict("border", Outcome.INCONCLUSIVE, 0.0191),
         rule_verdict("special", Outcome.PASS, 0.0004),
-        sentence="FAIL: the attention map moved 5.12 pp of its mass to the corner, five times what re-training "
-        "moves, while accuracy rose.",
+        sentence="FAIL: the attention map moved 5.12 pp of its mass to the corner, five times what "
+        "re-training moves, while accuracy rose.",
     )
     compared = comparison(whole + distances + layer_cells(REGIONS, 4))
     context = ReportContext(
@@ -176,7 +185,9 @@ def png(rows: int = 8, columns: int = 8) -> bytes:
     return file.getvalue()
 
 
-def image_example(grid: tuple[int, int] = (4, 4), *, with_png: bool = True, name: str = "digit-0007") -> Example:
+def image_example(
+    grid: tuple[int, int] = (4, 4), *, with_png: bool = True, name: str = "digit-0007"
+) -> Example:
     rng = np.random.default_rng(7)
     before = rng.dirichlet(np.full(grid[0] * grid[1], 3.0))
     after = 0.7 * before

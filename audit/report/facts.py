@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from audit.records import STRONG_KINDS, Comparison, RunRef, Verdict
+from audit.records import STRONG_KINDS, Comparison, Policy, RunRef, Verdict
 from audit.report.context import ReportContext
-from audit.report.wording import clip, count, finite
+from audit.report.rows import full_sentence
+from audit.report.wording import clip, count, finite, number
 
 VALUE_WIDTH = 120
 _COUNTS = {
     "changed": "changed class",
-    "became_wrong": "became wrong",
-    "became_right": "became right",
+    "newly_wrong": "became wrong",
+    "fixed": "became right",
 }
 
 
@@ -53,7 +54,7 @@ def compared(comparison: Comparison | None) -> str:
     )
 
 
-def level(comparison: Comparison | None, verdict: Verdict) -> str:
+def level(comparison: Comparison | None, verdict: Verdict | None) -> str:
     """Return the level of the intervals, 1 - 2 alpha, as per cent.
 
     Examples
@@ -62,35 +63,39 @@ def level(comparison: Comparison | None, verdict: Verdict) -> str:
     >>> level(None, Verdict(Outcome.PASS, (), "", 0, Policy((), alpha=0.05)))
     '90%'
     """
-    alpha = comparison.alpha if comparison is not None else verdict.policy.alpha
+    policy = verdict.policy if verdict is not None else Policy(())
+    alpha = comparison.alpha if comparison is not None else policy.alpha
     return f"{100 * (1 - 2 * alpha):.4g}%"
 
 
-def units(comparison: Comparison | None, verdict: Verdict) -> str:
+def units(comparison: Comparison | None, verdict: Verdict | None) -> str:
     """Return how to read the numbers of the tables."""
+    power = (verdict.policy if verdict is not None else Policy(())).power
     return (
-        f"Shares in % of content mass, shifts in percentage points (pp), {level(comparison, verdict)} intervals "
-        "in brackets. Noise floor: mean ± SD of the replicates' shifts (how many). Detectable: smallest shift "
-        f"the replicates can reveal at {100 * verdict.policy.power:.3g}% power."
+        "Shares and shifts are fractions of the content mass (.05 is 5%), "
+        f"{level(comparison, verdict)} intervals in brackets. Noise floor: mean ± SD of the replicates. "
+        f"Detectable: smallest shift that the replicates can reveal at {100 * power:.3g}% power."
     )
 
 
 def predictions(comparison: Comparison | None) -> list[str]:
     """Return what happened to the predictions, one line a fact.
 
-    ``n``, ``changed``, ``became_wrong``, ``became_right``, ``accuracy_before`` and ``accuracy_after``
+    ``n``, ``changed``, ``newly_wrong``, ``fixed``, ``accuracy_before`` and ``accuracy_after``
     are put into sentences; other plain values are listed by their names.
 
     Examples
     --------
     >>> facts = {"n": 400, "changed": 12, "accuracy_before": 0.95, "accuracy_after": 0.98}
     >>> predictions(Comparison("paired", (), 0.05, 400, predictions=facts))
-    ['12 of 400 predictions changed class.', 'Accuracy 95.00% → 98.00%.']
+    ['12 of 400 predictions changed class.', 'Accuracy .950 → .980.']
     """
     facts = comparison.predictions if comparison is not None else {}
     lines = _counted(facts)
     if "accuracy_before" in facts or "accuracy_after" in facts:
-        lines.append(f"Accuracy {_share(facts.get('accuracy_before'))} → {_share(facts.get('accuracy_after'))}.")
+        lines.append(
+            f"Accuracy {_share(facts.get('accuracy_before'))} → {_share(facts.get('accuracy_after'))}."
+        )
     known = {"n", *_COUNTS, "accuracy_before", "accuracy_after"}
     rest = [(k, v) for k, v in facts.items() if k not in known and isinstance(v, str | int | float)]
     return lines + [clip(f"{key.replace('_', ' ')}: {plain(value)}", VALUE_WIDTH) for key, value in rest[:12]]
@@ -106,7 +111,7 @@ def _counted(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _share(value: Any) -> str:
-    return f"{100 * value:.2f}%" if isinstance(value, int | float) and finite(value) else "unknown"
+    return number(value) if isinstance(value, int | float) and finite(value) else "unknown"
 
 
 def prediction_changes(comparison: Comparison | None) -> list[Mapping[str, Any]]:
@@ -122,24 +127,28 @@ def plain(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def caveats(comparison: Comparison | None, verdict: Verdict) -> list[str]:
+def caveats(comparison: Comparison | None, verdict: Verdict | None) -> list[str]:
     """Return what lowers the weight of this verdict: mismatches, allowances, identical maps."""
     lines = []
-    if verdict.reason and verdict.reason not in verdict.sentence:
+    if verdict is not None and verdict.reason and verdict.reason not in verdict.sentence:
         lines.append(verdict.reason)
-    if verdict.allowed:
+    if verdict is not None and verdict.allowed:
         lines.append(f"Allowed by the caller: {', '.join(verdict.allowed)}.")
-    if comparison is not None and comparison.mismatches:
+    said = verdict.sentence if verdict is not None else ""
+    if comparison is not None and comparison.mismatches and "differ in" not in said:
         lines.append(f"The runs differ in {', '.join(comparison.mismatches)}.")
-    if comparison is not None and comparison.identical_maps:
+    if comparison is not None and comparison.identical_maps and "identical" not in said:
         lines.append(_identical(comparison))
-    return [clip(line, 600) for line in lines]
+    return [clip(full_sentence(line), 600) for line in lines]
 
 
 def _identical(comparison: Comparison) -> str:
     if comparison.same_weights:
         return "Same checkpoint: the weights are equal, and so are the maps."
-    return "Identical maps: nothing that this method can see changed; a changed head, value path or feed-forward is invisible to attention."
+    return (
+        "Identical maps: nothing that this method can see changed; a changed head, value path or "
+        "feed-forward is invisible to attention."
+    )
 
 
 def footer(context: ReportContext | None) -> tuple[str, ...]:

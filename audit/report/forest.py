@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from audit.records import Cell, Comparison, RuleVerdict, Verdict
 from audit.report import rows
-from audit.report.wording import clip, finite, quantity, span
+from audit.report.wording import clip, finite, number, quantity, span
 
-WIDTH, LEFT, RIGHT = 860.0, 212.0, 664.0
+WIDTH, LEFT, RIGHT = 740.0, 164.0, 538.0
 TOP, ROW, BOTTOM = 14.0, 38.0, 34.0
 ROWS_SHOWN = 60
-LABEL_WIDTH = 28
+LABEL_WIDTH = 20
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,8 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _tick_text(value: float, step: float) -> str:
-    decimals = max(0, -math.floor(math.log10(100 * step) + 1e-9))
-    text = f"{100 * abs(value):.{decimals}f}"
-    return text if value == 0 else ("+" if value > 0 else "−") + text
+    places = max(0, -math.floor(math.log10(step) + 1e-9))
+    return "0" if value == 0 else number(value, places, signed=True)
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,9 @@ def _row(cell: Cell, judged: Sequence[RuleVerdict], y: float, scale: _Scale) -> 
         replicates=tuple(scale.x(value) for value in cell.replicates if finite(value)),
         band=_pair((floor[0] - 2 * floor[1], floor[0] + 2 * floor[1]) if floor else None, scale),
         bounds=tuple(bounds),
-        value=quantity(cell.measure, cell.value) if cell.value is not None else "undefined",
+        value=quantity(cell.measure, cell.value, like=cell.interval)
+        if cell.value is not None
+        else "undefined",
         spread=span(cell.measure, cell.interval) or clip(cell.reason or "", 30),
     )
 
@@ -163,7 +164,7 @@ def _order(cells: Iterable[Cell], judged: dict[rows.Key, list[RuleVerdict]]) -> 
     return sorted(rows.by_size(cells), key=key)
 
 
-def _forest(effect: str, cells: Sequence[Cell], verdict: Verdict) -> Forest:
+def _forest(effect: str, cells: Sequence[Cell], verdict: Verdict | None) -> Forest:
     judged = rows.judged_by(verdict)
     ordered = _order(cells, judged)
     shown = ordered[:ROWS_SHOWN]
@@ -189,7 +190,7 @@ def _forest(effect: str, cells: Sequence[Cell], verdict: Verdict) -> Forest:
     )
 
 
-def forests(comparison: Comparison, verdict: Verdict) -> list[Forest]:
+def forests(comparison: Comparison, verdict: Verdict | None) -> list[Forest]:
     """Return one plot for each effect (model, data, …) that has whole-stack shifts.
 
     Judged regions come first, worst outcome on top; then the others by the size of their shift. Zones

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from audit.records import Cell, Comparison
 from audit.report import rows
-from audit.report.wording import clip, finite, quantity
+from audit.report.forest import LABEL_WIDTH
+from audit.report.wording import clip, decimals, finite, number, quantity
 
-WIDTH, LEFT, TOP, ROW = 860.0, 212.0, 30.0, 30.0
-WIDEST, NARROWEST_TEXT = 72.0, 40.0
+WIDTH, LEFT, TOP, ROW = 740.0, 164.0, 30.0, 30.0
+WIDEST, NARROWEST_TEXT = 72.0, 38.0
 ROWS_SHOWN, LAYERS_SHOWN = 40, 96
 STRONG = 0.55
 
@@ -42,7 +43,9 @@ class Heat:
 
 
 def _layer_cells(comparison: Comparison) -> list[Cell]:
-    found = [c for c in comparison.cells if c.measure == "shift" and c.layer is not None and c.segment is None]
+    found = [
+        c for c in comparison.cells if c.measure == "shift" and c.layer is not None and c.segment is None
+    ]
     if not found:
         return []
     effect = "model" if any(c.effect == "model" for c in found) else found[0].effect
@@ -62,11 +65,12 @@ def _size(cell: Cell | None) -> float:
 
 
 def _heat_cell(cell: Cell | None, x: float, y: float, largest: float, width: float) -> HeatCell:
+    places = decimals(largest)
     if cell is None or cell.value is None or not finite(cell.value):
         reason = clip(cell.reason or "no number", 120) if cell is not None else "not computed"
         return HeatCell(x, y, "none", 0.0, False, "–" if width >= NARROWEST_TEXT else "", reason)
     opacity = abs(cell.value) / largest if largest else 0.0
-    text = f"{100 * cell.value:+.1f}".replace("-", "−") if width >= NARROWEST_TEXT else ""
+    text = number(cell.value, places, signed=True) if width >= NARROWEST_TEXT else ""
     return HeatCell(
         x=x,
         y=y,
@@ -94,7 +98,9 @@ def heat_map(comparison: Comparison) -> Heat | None:
     names = [(rows.where(region, stream=stream), row) for (region, stream), row in shown]
     step = max(1, -(-22 // int(max(width, 1.0)))) if width < 22 else 1
     return Heat(
-        labels=tuple((TOP + ROW * (i + 0.5), clip(name, 28), name) for i, (name, _) in enumerate(names)),
+        labels=tuple(
+            (TOP + ROW * (i + 0.5), clip(name, LABEL_WIDTH), name) for i, (name, _) in enumerate(names)
+        ),
         layers=tuple(
             (round(LEFT + width * (j + 0.5), 1), str(layer))
             for j, layer in enumerate(layers)

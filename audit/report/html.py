@@ -61,16 +61,19 @@ def _side(role: str, ref: RunRef | None, info: CheckpointInfo | None) -> _Side:
     found = []
     if info is not None:
         found += [("Revision", info.revision), ("Adapter", info.adapter), ("Architecture", info.architecture)]
+    identity = ref or info
     if ref is not None:
-        found += [("Run", ref.run_id), ("Checkpoint digest", ref.digest), ("Weights digest", ref.weights_digest)]
-    elif info is not None:
-        found += [("Checkpoint digest", info.digest), ("Weights digest", info.weights_digest)]
+        found.append(("Run", ref.run_id))
+    if identity is not None:
+        found += [("Checkpoint", identity.digest[:16]), ("Weights", identity.weights_digest[:16])]
     name = ref.checkpoint if ref is not None else info.ref if info is not None else "not named"
     shown = tuple((label, clip(value, 120)) for label, value in found if value)
     return _Side(role, clip(name, 120), shown)
 
 
-def _setup(comparison: Comparison | None, verdict: Verdict, context: ReportContext) -> list[tuple[str, str]]:
+def _setup(
+    comparison: Comparison | None, verdict: Verdict | None, context: ReportContext
+) -> list[tuple[str, str]]:
     """Return what was compared and how, as (term, description)."""
     if comparison is None:
         return [("Comparison", "none was made")]
@@ -87,29 +90,46 @@ def _setup(comparison: Comparison | None, verdict: Verdict, context: ReportConte
     return [(clip(term, 40), clip(value, 300)) for term, value in found[:ENTRIES_SHOWN] if value]
 
 
+def _identifier(comparison: Comparison | None, verdict: Verdict | None) -> str | None:
+    named = verdict.comparison_id if verdict is not None else None
+    return named or (comparison.id if comparison is not None else None)
+
+
 def _provenance(
-    comparison: Comparison | None, verdict: Verdict, context: ReportContext
+    comparison: Comparison | None, verdict: Verdict | None, context: ReportContext
 ) -> list[tuple[str, str]]:
     found = [
-        ("Comparison", verdict.comparison_id or (comparison.id if comparison else None)),
-        ("Policy digest", verdict.policy.digest),
+        ("Comparison", _identifier(comparison, verdict)),
+        ("Policy digest", verdict.policy.digest if verdict is not None else None),
         ("Inputs digest", context.inputs_digest),
         ("Annotations digest", context.annotations_digest),
         ("Log head", context.log_head),
         ("Attempt", str(context.attempt) if context.attempt else None),
         ("Policy loosened since", context.loosened_since),
-        ("Exit code", str(int(verdict.exit_code))),
+        ("Exit code", str(int(verdict.exit_code)) if verdict is not None else None),
     ]
-    if comparison is not None:
-        found += [
-            (f"Replicate{f' ({r.kind})' if r.kind else ''}", f"{r.run_id} · {r.checkpoint} · {r.digest}")
-            for r in comparison.replicates[:ENTRIES_SHOWN]
-        ]
-    found += [(f"{name} version", version) for name, version in list(context.versions.items())[:ENTRIES_SHOWN]]
+    found += _runs(comparison) if comparison is not None else []
+    found += [
+        (f"{name} version", version) for name, version in list(context.versions.items())[:ENTRIES_SHOWN]
+    ]
     return [(clip(term, 60), clip(value, 300)) for term, value in found if value]
 
 
-def _cells(comparison: Comparison | None, verdict: Verdict, cap: int) -> dict[str, Any]:
+def _runs(comparison: Comparison) -> list[tuple[str, str | None]]:
+    """Return every run with its full digests."""
+    roles = [("Before", comparison.before), ("After", comparison.after)]
+    roles += [(f"Replicate {i}", ref) for i, ref in enumerate(comparison.replicates[:ENTRIES_SHOWN], start=1)]
+    return [
+        (
+            f"{role} ({ref.kind})" if ref.kind else role,
+            f"{ref.run_id} · {ref.digest} · weights {ref.weights_digest}",
+        )
+        for role, ref in roles
+        if ref is not None
+    ]
+
+
+def _cells(comparison: Comparison | None, verdict: Verdict | None, cap: int) -> dict[str, Any]:
     """Return the rows of the table of all values: the whole stack first, then layers and segments."""
     cells = comparison.cells if comparison is not None else ()
     whole = [c for c in cells if c.layer is None and c.segment is None]
@@ -128,15 +148,15 @@ def _cells(comparison: Comparison | None, verdict: Verdict, cap: int) -> dict[st
     }
 
 
-def _confirmations(comparison: Comparison | None, verdict: Verdict) -> list[dict[str, Any]]:
+def _confirmations(comparison: Comparison | None, verdict: Verdict | None) -> list[dict[str, Any]]:
     return [
         {
             "region": clip(found.region, rows.NAME_WIDTH),
             "occlusion": clip(found.occlusion, rows.NAME_WIDTH),
-            "before": quantity("logit", found.before, signed=True),
-            "after": quantity("logit", found.after, signed=True),
-            "difference": quantity("logit", found.difference, signed=True),
-            "interval": span("entropy", found.interval),
+            "before": quantity("logit", found.before),
+            "after": quantity("logit", found.after),
+            "difference": quantity("logit", found.difference, like=found.interval),
+            "interval": span("logit", found.interval),
             "confirmed": found.confirmed,
             "probes": f"{found.n_probes:,}",
         }
@@ -151,16 +171,23 @@ def _changes(comparison: Comparison | None) -> list[tuple[str, ...]]:
 
 
 def _page(
-    comparison: Comparison | None, verdict: Verdict, context: ReportContext, rule_cap: int, cell_cap: int
+    comparison: Comparison | None,
+    verdict: Verdict | None,
+    context: ReportContext,
+    rule_cap: int,
+    cell_cap: int,
 ) -> dict[str, Any]:
     """Return everything that the page shows, the examples aside."""
-    ordered = rows.worst_first(verdict.rules)
+    outcome = rows.status(verdict)
+    head, detail = rows.split_headline(clip(rows.headline(comparison, verdict), rows.SENTENCE_WIDTH))
+    ordered = rows.worst_first(rows.rules_of(verdict))
     rule_rows = [rows.rule_row(found) for found in ordered[:rule_cap]]
     return {
-        "outcome": verdict.status,
-        "accent": rule_rows[0].outcome if rule_rows and verdict.status == "PASS" else verdict.status,
-        "headline": clip(rows.headline(verdict), rows.SENTENCE_WIDTH),
-        "title": clip(context.title or verdict.comparison_id or "Attention audit", 80),
+        "outcome": outcome,
+        "accent": rule_rows[0].outcome if rule_rows and outcome == "PASS" else outcome,
+        "headline": head,
+        "detail": detail,
+        "title": clip(context.title or _identifier(comparison, verdict) or "comparison", 80),
         "created": clip(context.created or "", 60),
         "compared": facts.compared(comparison),
         "caveats": facts.caveats(comparison, verdict),
@@ -194,7 +221,7 @@ def _examples(examples: Sequence[Example], room: int) -> tuple[list[Markup], int
     template = _environment().get_template("example.html.j2")
     kept: list[Markup] = []
     for index, example in enumerate(examples):
-        block = Markup(template.render(example=drawing(example), index=index))  # noqa: S704
+        block = Markup(template.render(example=drawing(example), index=index))
         room -= len(block.encode())
         if room < 0:
             return kept, len(examples) - index
@@ -204,7 +231,7 @@ def _examples(examples: Sequence[Example], room: int) -> tuple[list[Markup], int
 
 def to_html(
     comparison: Comparison | None,
-    verdict: Verdict,
+    verdict: Verdict | None,
     examples: Sequence[Example] = (),
     *,
     context: ReportContext | None = None,
@@ -215,7 +242,8 @@ def to_html(
     ----------
     comparison : Comparison or None
         None when an error kept the comparison from being made.
-    verdict : Verdict
+    verdict : Verdict or None
+        None for a comparison that no policy judged.
     examples : sequence of Example
         Most telling first; as many are drawn as fit.
     context : ReportContext or None

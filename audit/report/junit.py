@@ -25,23 +25,21 @@ def _case(suite: ElementTree.Element, name: str, outcome: Outcome, message: str,
 def _details(found: RuleVerdict) -> str:
     row = rows.rule_row(found)
     numbers = (
-        f"{row.levels}; {row.value} {row.interval}; limit {row.limit}; noise floor {row.floor}; "
-        f"detectable {row.detectable}; probes {row.probes}"
+        f"{row.levels}; {row.value} {row.excess} {row.interval}; limit {row.limits}; "
+        f"noise floor {row.noise}; detectable {row.detectable}; probes {row.probes}"
     )
     return "\n".join([f"{row.outcome}: {row.sentence}", numbers, *row.notes])
 
 
-def _names(verdict: Verdict) -> list[str]:
-    names = [f"{found.rule.label} [{rows.where_rule(found)}]" for found in verdict.rules]
-    return [f"{name} #{names[:i].count(name) + 1}" if name in names[:i] else name for i, name in enumerate(names)]
-
-
-def _needs_own_case(verdict: Verdict) -> bool:
-    return not verdict.rules or worst(found.outcome for found in verdict.rules) is not verdict.outcome
+def _names(verdict: Verdict | None) -> list[str]:
+    names = [f"{found.rule.label} [{rows.where_rule(found)}]" for found in rows.rules_of(verdict)]
+    return [
+        f"{name} #{names[:i].count(name) + 1}" if name in names[:i] else name for i, name in enumerate(names)
+    ]
 
 
 def to_junit(
-    comparison: Comparison | None, verdict: Verdict, *, context: ReportContext | None = None
+    comparison: Comparison | None, verdict: Verdict | None, *, context: ReportContext | None = None
 ) -> str:
     """Return the verdict as JUnit XML: one suite for the policy, one case for each rule.
 
@@ -52,7 +50,8 @@ def to_junit(
     Parameters
     ----------
     comparison : Comparison or None
-    verdict : Verdict
+    verdict : Verdict or None
+        None for a comparison that no policy judged: one skipped case.
     context : ReportContext or None
 
     Returns
@@ -60,19 +59,24 @@ def to_junit(
     str
         Well-formed XML 1.0; control characters are replaced by visible marks.
     """
-    title = context.title if context is not None and context.title else f"policy {verdict.policy.digest[:12]}"
+    title = (context.title if context is not None else None) or _suite_name(verdict)
     root = ElementTree.Element("testsuites", name="rollout-audit")
     suite = ElementTree.SubElement(root, "testsuite", name=clip(title, 200), time="0")
     _properties(suite, comparison, verdict, context)
-    for found, name in zip(verdict.rules, _names(verdict), strict=True):
+    for found, name in zip(rows.rules_of(verdict), _names(verdict), strict=True):
         _case(suite, name, found.outcome, rows.sentence_of(found), _details(found))
-    if _needs_own_case(verdict):
-        sentence = clip(verdict.sentence, rows.SENTENCE_WIDTH)
-        _case(suite, "verdict", verdict.outcome, sentence, sentence)
+    outcome = verdict.outcome if verdict is not None else Outcome.INCONCLUSIVE
+    if not rows.rules_of(verdict) or worst(f.outcome for f in rows.rules_of(verdict)) is not outcome:
+        sentence = clip(rows.headline(comparison, verdict), rows.SENTENCE_WIDTH)
+        _case(suite, "verdict", outcome, sentence, sentence)
     for element in (root, suite):
         _count(element, suite)
     ElementTree.indent(root)
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{ElementTree.tostring(root, encoding="unicode")}\n'
+
+
+def _suite_name(verdict: Verdict | None) -> str:
+    return f"policy {verdict.policy.digest[:12]}" if verdict is not None else "no policy"
 
 
 def _count(element: ElementTree.Element, suite: ElementTree.Element) -> None:
@@ -86,15 +90,16 @@ def _count(element: ElementTree.Element, suite: ElementTree.Element) -> None:
 
 
 def _properties(
-    suite: ElementTree.Element, comparison: Comparison | None, verdict: Verdict, context: ReportContext | None
+    suite: ElementTree.Element,
+    comparison: Comparison | None,
+    verdict: Verdict | None,
+    context: ReportContext | None,
 ) -> None:
-    values = {
-        "verdict": verdict.status,
-        "exit_code": str(int(verdict.exit_code)),
-        "comparison": verdict.comparison_id or "",
-        "policy_digest": verdict.policy.digest,
-        "compared": facts.compared(comparison),
-    }
+    values = {"verdict": rows.status(verdict), "compared": facts.compared(comparison)}
+    if verdict is not None:
+        values["exit_code"] = str(int(verdict.exit_code))
+        values["policy_digest"] = verdict.policy.digest
+        values["comparison"] = verdict.comparison_id or ""
     if context is not None and context.log_head:
         values["log_head"] = context.log_head
     holder = ElementTree.SubElement(suite, "properties")

@@ -53,8 +53,20 @@ def _rule(found: RuleVerdict) -> dict[str, Any]:
     return {"label": found.rule.label, **plain(found)}
 
 
+def _verdict(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "outcome": verdict.status,
+        "exit_code": int(verdict.exit_code),
+        "sentence": verdict.sentence,
+        "reason": verdict.reason,
+        "allowed": plain(verdict.allowed),
+        "comparison_id": verdict.comparison_id,
+        "policy_digest": verdict.policy.digest,
+    }
+
+
 def to_json(
-    comparison: Comparison | None, verdict: Verdict, *, context: ReportContext | None = None
+    comparison: Comparison | None, verdict: Verdict | None, *, context: ReportContext | None = None
 ) -> str:
     """Return everything that is known about a verdict as JSON, with sorted keys.
 
@@ -64,7 +76,7 @@ def to_json(
         :data:`JSON_SCHEMA_VERSION`.
     ``verdict``
         ``outcome`` (PASS, FAIL, INCONCLUSIVE, ERROR), ``exit_code``, ``sentence``, ``reason``,
-        ``allowed``, ``comparison_id``, ``policy_digest``.
+        ``allowed``, ``comparison_id``, ``policy_digest``; null for a comparison that no policy judged.
     ``policy``
         The fields of :class:`audit.records.Policy`.
     ``rules``
@@ -79,7 +91,7 @@ def to_json(
     Parameters
     ----------
     comparison : Comparison or None
-    verdict : Verdict
+    verdict : Verdict or None
     context : ReportContext or None
 
     Returns
@@ -89,17 +101,9 @@ def to_json(
     """
     document = {
         "schema_version": JSON_SCHEMA_VERSION,
-        "verdict": {
-            "outcome": verdict.status,
-            "exit_code": int(verdict.exit_code),
-            "sentence": verdict.sentence,
-            "reason": verdict.reason,
-            "allowed": plain(verdict.allowed),
-            "comparison_id": verdict.comparison_id,
-            "policy_digest": verdict.policy.digest,
-        },
-        "policy": plain(verdict.policy),
-        "rules": [_rule(found) for found in verdict.rules],
+        "verdict": _verdict(verdict) if verdict is not None else None,
+        "policy": plain(verdict.policy) if verdict is not None else None,
+        "rules": [_rule(found) for found in verdict.rules] if verdict is not None else [],
         "comparison": plain(comparison),
         "context": plain(context),
     }

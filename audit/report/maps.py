@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from audit.records import FloatArray
 from audit.report.examples import Example
-from audit.report.wording import clip
+from audit.report.wording import clip, number
 
 LEVELS = 16
 WORDS_SHOWN = 160
@@ -86,12 +86,8 @@ def window(difference: FloatArray, width: int = WORDS_SHOWN) -> tuple[int, int]:
     return start, start + width
 
 
-def _percent(value: float) -> str:
-    return f"{100 * value:.1f}%"
-
-
-def _points(value: float) -> str:
-    return f"{100 * value:+.1f} pp".replace("-", "−")
+def _share(value: float) -> str:
+    return number(value)
 
 
 def _relative(values: FloatArray) -> NDArray[np.float64]:
@@ -112,7 +108,7 @@ def _words(example: Example) -> tuple[Word, ...]:
             after=round(float(after[i]), 2),
             difference=round(float(difference[i]), 2),
             sign="down" if example.difference[i] < 0 else "up",
-            title=f"position {i}: {_percent(example.before[i])} → {_percent(example.after[i])}",
+            title=f"position {i}: {_share(example.before[i])} → {_share(example.after[i])}",
         )
         for i in range(start, end)
     )
@@ -181,7 +177,7 @@ def _movers(example: Example) -> tuple[str, ...]:
     order = np.argsort(-np.abs(example.difference), kind="stable")[:MOVERS].tolist()
     place = _place(example)
     return tuple(
-        f"{place(i)}: {_percent(example.before[i])} → {_percent(example.after[i])}"
+        f"{place(i)}: {_share(example.before[i])} → {_share(example.after[i])}"
         for i in order
         if example.difference[i] != 0
     )
@@ -237,7 +233,7 @@ def drawing(example: Example) -> Drawing:
         kind=example.kind,
         has_words=example.words is not None,
         movers=_movers(example),
-        peak=_percent(float(max(example.before.max(), example.after.max()))),
-        peak_difference=_points(float(np.abs(example.difference).max())).lstrip("+"),
+        peak=_share(float(max(example.before.max(), example.after.max()))),
+        peak_difference=_share(float(np.abs(example.difference).max())),
         **parts,
     )

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from audit.records import Comparison, Verdict
 from audit.report import facts, rows
 from audit.report.context import ReportContext
-from audit.report.wording import clean
+from audit.report.wording import clean, clip
 
 ROWS_SHOWN = 100
-ICONS = {"PASS": "✅", "WARN": "⚠️", "FAIL": "❌", "INCONCLUSIVE": "❔", "ERROR": "🛑"}
+ICONS = {"PASS": "✅", "WARN": "⚠️", "FAIL": "❌", "INCONCLUSIVE": "❔", "ERROR": "🛑", "COMPARED": "ℹ️"}
 _ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;", "@": "&#64;"}
 
 
@@ -33,11 +33,21 @@ def _table(headers: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
     return ["| " + " | ".join(line) + " |" for line in lines] + [""]
 
 
-def _rules(verdict: Verdict) -> list[str]:
-    found = rows.worst_first(verdict.rules)
+def _rules(verdict: Verdict | None) -> list[str]:
+    found = rows.worst_first(rows.rules_of(verdict))
     if not found:
         return ["No rule was evaluated.", ""]
-    headers = ["Outcome", "Region", "Rule", "Before → after", "Shift", "Limit", "Noise floor", "Detectable", "Probes"]
+    headers = [
+        "Outcome",
+        "Region",
+        "Rule",
+        "Before → after",
+        "Shift",
+        "Limit",
+        "Noise floor",
+        "Detectable",
+        "Probes",
+    ]
     shown = [rows.rule_row(rule) for rule in found[:ROWS_SHOWN]]
     body = [
         [
@@ -45,9 +55,9 @@ def _rules(verdict: Verdict) -> list[str]:
             r.where,
             r.condition,
             r.levels,
-            f"{r.value} {r.interval}".strip(),
-            r.limit,
-            r.floor,
+            " ".join(filter(None, [r.value, r.excess, r.interval])),
+            r.limits,
+            r.noise,
             r.detectable,
             r.probes,
         ]
@@ -64,12 +74,14 @@ def _left_out(total: int, noun: str) -> list[str]:
     return ["", f"{total - ROWS_SHOWN:,} more {noun} are in the JSON and the HTML report."]
 
 
-def _others(comparison: Comparison | None, verdict: Verdict) -> list[str]:
+def _others(comparison: Comparison | None, verdict: Verdict | None) -> list[str]:
     cells = rows.other_shifts(comparison, verdict)
     if not cells:
         return []
     shown = [rows.cell_row(cell) for cell in cells[:ROWS_SHOWN]]
-    body = [[r.where, r.levels, f"{r.value} {r.interval}".strip(), r.floor, r.probes, r.reason] for r in shown]
+    body = [
+        [r.where, r.levels, f"{r.value} {r.interval}".strip(), r.floor, r.probes, r.reason] for r in shown
+    ]
     headers = ["Region", "Before → after", "Shift", "Noise floor", "Probes", "Remark"]
     return [
         f"<details><summary>Regions that no rule judges ({len(cells)})</summary>",
@@ -86,14 +98,15 @@ def _list(title: str, lines: Sequence[str]) -> list[str]:
 
 
 def to_markdown(
-    comparison: Comparison | None, verdict: Verdict, *, context: ReportContext | None = None
+    comparison: Comparison | None, verdict: Verdict | None, *, context: ReportContext | None = None
 ) -> str:
     """Return the verdict as GitHub-flavoured Markdown.
 
     Parameters
     ----------
     comparison : Comparison or None
-    verdict : Verdict
+    verdict : Verdict or None
+        None for a comparison that no policy judged.
     context : ReportContext or None
 
     Returns
@@ -102,8 +115,13 @@ def to_markdown(
         Under 1 MiB, the limit of a job summary: long tables are cut, and say so.
     """
     title = f" · {escape(context.title)}" if context is not None and context.title else ""
-    sentence = rows.clip(rows.headline(verdict), rows.SENTENCE_WIDTH)
-    lines = [f"## {ICONS[verdict.status]} {verdict.status}{title}", "", f"**{escape(sentence)}**", ""]
+    sentence = clip(rows.headline(comparison, verdict), rows.SENTENCE_WIDTH)
+    lines = [
+        f"## {ICONS[rows.status(verdict)]} {rows.status(verdict)}{title}",
+        "",
+        f"**{escape(sentence)}**",
+        "",
+    ]
     lines += [escape(facts.compared(comparison)), ""]
     for caveat in facts.caveats(comparison, verdict):
         lines += [f"> {escape(caveat)}", ""]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from audit.records import Cell, Comparison, Confirmation, Outcome, RuleVerdict, 
 from audit.report import wording
 from audit.report.wording import MISSING, change, clip, count, finite, noise, quantity, span
 
+COMPARED = "COMPARED"
+"""Stands where an outcome would, for a comparison that no policy judged."""
 _ORDER = [Outcome.ERROR, Outcome.FAIL, Outcome.INCONCLUSIVE, Outcome.PASS]
 NAME_WIDTH = 80
 SENTENCE_WIDTH = 600
@@ -26,12 +29,25 @@ class RuleRow:
     levels: str
     value: str
     interval: str
+    excess: str
     limit: str
+    warn: str
     floor: str
+    replicates: str
     detectable: str
     probes: str
     sentence: str
     notes: tuple[str, ...]
+
+    @property
+    def limits(self) -> str:
+        """Return the limit with its warning limit, on one line."""
+        return f"{self.limit} ({self.warn})" if self.warn else self.limit
+
+    @property
+    def noise(self) -> str:
+        """Return the noise floor with the number of replicates, on one line."""
+        return f"{self.floor} ({self.replicates})" if self.replicates else self.floor
 
 
 @dataclass(frozen=True)
@@ -56,22 +72,73 @@ def shown_outcome(found: RuleVerdict) -> str:
     return "WARN" if found.outcome is Outcome.PASS and found.warned else found.outcome.value
 
 
-def headline(verdict: Verdict) -> str:
+def status(verdict: Verdict | None) -> str:
+    """Return the outcome in capitals; COMPARED without a verdict."""
+    return verdict.status if verdict is not None else COMPARED
+
+
+def rules_of(verdict: Verdict | None) -> tuple[RuleVerdict, ...]:
+    """Return the verdicts of the rules, in the policy's order."""
+    return verdict.rules if verdict is not None else ()
+
+
+def headline(comparison: Comparison | None, verdict: Verdict | None) -> str:
     """Return the verdict's sentence without the outcome in front, which stands beside it.
 
     Examples
     --------
     >>> from audit.records import Policy
-    >>> headline(Verdict(Outcome.FAIL, (), "FAIL: the attention map moved", 3, Policy(())))
-    'the attention map moved'
+    >>> headline(None, Verdict(Outcome.FAIL, (), "FAIL: the attention map moved", 3, Policy(())))
+    'The attention map moved'
+    >>> headline(Comparison("paired", (Cell("shift", "corner", value=0.05),), 0.05, 9), None)
+    'No policy was judged; the largest shift is corner, +.050'
     """
+    if verdict is None:
+        largest = next((c for c in other_shifts(comparison, None) if c.value is not None), None)
+        shift = (
+            f"; the largest shift is {where_cell(largest)}, {quantity('shift', largest.value)}"
+            if largest
+            else ""
+        )
+        return f"No policy was judged{shift}"
     sentence = verdict.sentence.strip() or verdict.reason or "no sentence was given"
-    return sentence.removeprefix(verdict.status).lstrip(" :–—-.") or sentence
+    text = sentence.removeprefix(verdict.status).lstrip(" :–—-.") or sentence
+    named = any(text.startswith(found.region) for found in verdict.rules)
+    return text if named else text[:1].upper() + text[1:]
 
 
 def sentence_of(found: RuleVerdict) -> str:
-    """Return the rule's sentence without the outcome in front."""
-    return found.sentence.strip().removeprefix(found.outcome.value).lstrip(" :–—-.") or (found.reason or "")
+    """Return the rule's sentence without the outcome in front, with capital and full stop."""
+    text = found.sentence.strip().removeprefix(found.outcome.value).lstrip(" :–—-.") or (found.reason or "")
+    return full_sentence(text, found.region)
+
+
+def full_sentence(text: str, name: str = "") -> str:
+    """Return `text` with a capital, unless it starts with the name of a region, and a full stop.
+
+    Examples
+    --------
+    >>> full_sentence("the interval crosses the limit"), full_sentence("rest is empty.", "rest")
+    ('The interval crosses the limit.', 'rest is empty.')
+    """
+    text = text.strip()
+    if not (name and text.startswith(name)):
+        text = text[:1].upper() + text[1:]
+    return text if not text or text.endswith((".", "!", "?", "…")) else f"{text}."
+
+
+def split_headline(text: str, longest: int = 200) -> tuple[str, str]:
+    """Return the statement of a headline, and the numbers that it gives after a colon.
+
+    Examples
+    --------
+    >>> split_headline("The attention map moved: share .053 → .104")
+    ('The attention map moved', 'Share .053 → .104.')
+    """
+    head, colon, rest = text.partition(": ")
+    if not colon or not rest.strip() or len(head) > longest:
+        return text, ""
+    return head, full_sentence(rest)
 
 
 def worst_first(rules: Iterable[RuleVerdict]) -> list[RuleVerdict]:
@@ -108,9 +175,7 @@ def where(
 
 def where_cell(cell: Cell) -> str:
     """Return :func:`where` of a cell."""
-    return where(
-        cell.region, stream=cell.stream, layer=cell.layer, effect=cell.effect, segment=cell.segment
-    )
+    return where(cell.region, stream=cell.stream, layer=cell.layer, effect=cell.effect, segment=cell.segment)
 
 
 def where_rule(found: RuleVerdict) -> str:
@@ -137,13 +202,14 @@ def probes(n_probes: int, n_missing: int = 0, n_clusters: int | None = None) -> 
 def _notes(found: RuleVerdict) -> tuple[str, ...]:
     notes = []
     if found.reason and found.reason not in found.sentence:
-        notes.append(f"Reason: {found.reason}.")
-    if found.adjusted_pvalue is not None:
-        notes.append(f"Replicate test, Holm-adjusted p = {pvalue(found.adjusted_pvalue)}.")
-    if found.explained is not None:
+        notes.append(f"Reason: {found.reason.rstrip('.')}.")
+    if found.adjusted_pvalue is not None and not re.search(r"\bp [=<] ", found.sentence):
+        notes.append(f"Replicate test, Holm-adjusted p {_equals(found.adjusted_pvalue)}.")
+    if found.explained is not None and "explain" not in found.sentence:
         notes.append(f"Re-training alone {'explains' if found.explained else 'does not explain'} this.")
     if found.confirmation is not None:
-        notes.append(confirmation_sentence(found.confirmation))
+        word = "Confirmed" if found.confirmation.confirmed else "Not confirmed"
+        notes.append(f"{word} by occlusion.")
     if found.needed:
         notes.append(f"To settle it: {found.needed.rstrip('.')}.")
     if found.approved_by:
@@ -154,18 +220,21 @@ def _notes(found: RuleVerdict) -> tuple[str, ...]:
 def rule_row(found: RuleVerdict) -> RuleRow:
     """Return one rule's verdict as strings."""
     measure, judged = found.rule.measure, found.excess if found.rule.kind == "excess" else None
-    interval = span(measure, found.interval)
-    if judged is not None and judged.excess is not None:
-        interval = f"excess {quantity(measure, judged.excess, signed=True)} {span(measure, judged.interval)}"
+    known = judged is not None and judged.excess is not None
     return RuleRow(
         outcome=shown_outcome(found),
         where=where_rule(found),
         condition=clip(f"{found.rule.kind} · {measure.replace('_', ' ')}", NAME_WIDTH),
-        levels=change(measure, found.before, found.after),
-        value=quantity(measure, found.value),
-        interval=interval.strip(),
-        limit=limit_text(found),
-        floor=noise(measure, found.floor, found.n_replicates),
+        levels=change(found.before, found.after),
+        value=quantity(measure, found.value, like=found.interval),
+        interval=span(measure, judged.interval if judged is not None and known else found.interval),
+        excess=f"excess {quantity(measure, judged.excess, signed=True, like=judged.interval)}"
+        if judged is not None and known
+        else "",
+        limit=wording.limit(found),
+        warn=_warn(found),
+        floor=noise(measure, found.floor),
+        replicates=count(found.n_replicates, "replicate") if found.n_replicates else "",
         detectable=quantity(measure, found.minimum_detectable_shift, signed=False),
         probes=probes(found.n_probes, found.n_missing, found.n_clusters),
         sentence=clip(sentence_of(found), SENTENCE_WIDTH),
@@ -173,12 +242,11 @@ def rule_row(found: RuleVerdict) -> RuleRow:
     )
 
 
-def limit_text(found: RuleVerdict) -> str:
-    """Return the rule's condition in words, with its warning limit where it has one."""
-    text, warn = wording.limit(found), found.rule.warn
+def _warn(found: RuleVerdict) -> str:
+    warn = found.rule.warn
     if warn is None or found.rule.kind == "excess":
-        return text
-    return f"{text} (warn {quantity(found.rule.measure, warn, signed=False)})"
+        return ""
+    return f"warn {wording.given(warn)}"
 
 
 def pvalue(value: float | None) -> str:
@@ -192,6 +260,11 @@ def pvalue(value: float | None) -> str:
     if not finite(value) or value is None:
         return MISSING
     return "<0.0001" if value < 0.0001 else f"{value:.2g}"
+
+
+def _equals(value: float) -> str:
+    text = pvalue(value)
+    return f"< {text[1:]}" if text.startswith("<") else f"= {text}"
 
 
 def cell_floor(cell: Cell) -> tuple[float, float] | None:
@@ -208,8 +281,8 @@ def cell_row(cell: Cell, outcome: str = "") -> CellRow:
     return CellRow(
         where=where_cell(cell),
         measure=clip(cell.measure.replace("_", " "), NAME_WIDTH),
-        levels=change(cell.measure, cell.before, cell.after),
-        value=quantity(cell.measure, cell.value),
+        levels=change(cell.before, cell.after),
+        value=quantity(cell.measure, cell.value, like=cell.interval),
         interval=span(cell.measure, cell.interval),
         floor=noise(cell.measure, cell_floor(cell), len(cell.replicates)),
         detectable=quantity(cell.measure, test.minimum_detectable_shift if test else None, signed=False),
@@ -234,10 +307,10 @@ def rule_key(found: RuleVerdict) -> Key:
     return (rule.measure, found.region, found.stream, found.effect, rule.layer, rule.segment)
 
 
-def judged_by(verdict: Verdict) -> dict[Key, list[RuleVerdict]]:
+def judged_by(verdict: Verdict | None) -> dict[Key, list[RuleVerdict]]:
     """Return the verdicts by the cell that they judged, worst first."""
     judged: dict[Key, list[RuleVerdict]] = {}
-    for found in worst_first(verdict.rules):
+    for found in worst_first(rules_of(verdict)):
         judged.setdefault(rule_key(found), []).append(found)
     return judged
 
@@ -247,7 +320,7 @@ def by_size(cells: Iterable[Cell]) -> list[Cell]:
     return sorted(cells, key=lambda cell: -abs(cell.value) if cell.value is not None else 1.0)
 
 
-def other_shifts(comparison: Comparison | None, verdict: Verdict) -> list[Cell]:
+def other_shifts(comparison: Comparison | None, verdict: Verdict | None) -> list[Cell]:
     """Return the whole-stack shifts of regions that no rule judged, largest first."""
     if comparison is None:
         return []
@@ -264,8 +337,9 @@ def other_shifts(comparison: Comparison | None, verdict: Verdict) -> list[Cell]:
 
 def confirmation_sentence(found: Confirmation) -> str:
     """Return what occluding a region did to the target logit on both checkpoints."""
-    ends = span("logit_change", found.interval)
-    changed = f"{found.before:+.3f} before, {found.after:+.3f} after".replace("-", "−")
+    ends = span("logit", found.interval)
+    before, after = (quantity("logit", value) for value in (found.before, found.after))
+    changed = f"{before} before, {after} after"
     word = "confirmed" if found.confirmed else "not confirmed"
     return (
         f"Occlusion of {clip(found.region, NAME_WIDTH)} ({clip(found.occlusion, NAME_WIDTH)}): target logit "
@@ -274,20 +348,20 @@ def confirmation_sentence(found: Confirmation) -> str:
     )
 
 
-def confirmations(comparison: Comparison | None, verdict: Verdict) -> list[Confirmation]:
+def confirmations(comparison: Comparison | None, verdict: Verdict | None) -> list[Confirmation]:
     """Return every confirmation of the comparison and its rules, once."""
     found: Sequence[Confirmation] = comparison.confirmations if comparison else ()
     unique = list(found)
-    for rule in verdict.rules:
+    for rule in rules_of(verdict):
         if rule.confirmation is not None and rule.confirmation not in unique:
             unique.append(rule.confirmation)
     return unique
 
 
-def to_settle(verdict: Verdict) -> list[tuple[str, str]]:
+def to_settle(verdict: Verdict | None) -> list[tuple[str, str]]:
     """Return (where, what is needed) of every INCONCLUSIVE rule that can be settled."""
     return [
         (where_rule(found), clip(found.needed, SENTENCE_WIDTH))
-        for found in verdict.rules
+        for found in rules_of(verdict)
         if found.outcome is Outcome.INCONCLUSIVE and found.needed
     ]

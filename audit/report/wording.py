@@ -1,114 +1,147 @@
-"""Numbers and untrusted text as they are printed, the same in every format."""
+"""Numbers and untrusted text as they are printed, the same in every format.
+
+Shares and shifts are fractions of content mass without a leading zero, as in the sentences of the
+gate and the limits of a policy: ``.053 → .104, +.051 [+.047, +.055], ±.02``.
+"""
 
 from __future__ import annotations
 
 import math
 import unicodedata
+from typing import TypeGuard
 
 from audit.records import Rule, RuleVerdict
 
 MISSING = "–"
-POINTS = frozenset({"shift"})
-SHARES = frozenset({"level"})
-SIGNED = frozenset({"shift", "center_of_mass_shift", "entropy", "entropy_change", "sink_share"})
+SIGNED = frozenset({"shift", "center_of_mass_shift", "entropy_change", "logit"})
 JOINERS = "\u200c\u200d"
 
 
-def finite(value: float | None) -> bool:
+def finite(value: float | None) -> TypeGuard[float]:
     """Return whether `value` is a number that can be printed and drawn."""
     return value is not None and math.isfinite(value)
 
 
-def _fixed(value: float, decimals: int, signed: bool) -> str:
-    if math.isinf(value):
-        return "+∞" if value > 0 else "−∞"
-    text = f"{abs(value):,.{decimals}f}"
-    if value == 0 or (not signed and value > 0):
-        return text
-    return ("+" if value > 0 else "−") + text
+def decimals(*values: float | None) -> int:
+    """Return decimals that show two figures of the largest value; three for a usual share.
+
+    Examples
+    --------
+    >>> decimals(0.052), decimals(0.0006, 0.0021), decimals(1.94)
+    (3, 4, 2)
+    """
+    largest = max((abs(value) for value in values if finite(value)), default=0.0)
+    if largest == 0:
+        return 3
+    return 2 if largest >= 1 else min(8, max(3, 1 - math.floor(math.log10(largest))))
 
 
-def _number(measure: str, value: float, signed: bool | None) -> str:
-    sign = measure in SIGNED if signed is None else signed
-    if measure in POINTS | SHARES:
-        return _fixed(100 * value, 2, sign)
-    if measure == "ratio":
-        return _fixed(value, 2, sign)
-    small = 0 < abs(value) < 0.001
-    return f"{value:.2g}".replace("-", "−") if small else _fixed(value, 3, sign)
+def number(value: float, places: int = 3, *, signed: bool = False) -> str:
+    """Return a number without a leading zero, with a true minus sign.
+
+    Examples
+    --------
+    >>> number(0.0521), number(-0.0521), number(0.0521, signed=True), number(float("inf"), signed=True)
+    ('.052', '−.052', '+.052', '+∞')
+    """
+    if math.isnan(value):
+        return MISSING
+    text = "∞" if math.isinf(value) else f"{abs(value):,.{places}f}"
+    if not text.strip("0."):
+        return text[1:] if text.startswith("0.") else text
+    text = text[1:] if text.startswith("0.") else text
+    return ("−" if value < 0 else "+" if signed else "") + text
 
 
-def quantity(measure: str, value: float | None, *, signed: bool | None = None) -> str:
-    """Return `value` of `measure` with its unit.
+def given(value: float) -> str:
+    """Return the size of a limit as its owner wrote it.
+
+    Examples
+    --------
+    >>> given(0.02), given(1.5)
+    ('.02', '1.5')
+    """
+    text = "∞" if math.isinf(value) else f"{abs(value):.4g}"
+    return text[1:] if text.startswith("0.") else text
+
+
+def quantity(
+    measure: str,
+    value: float | None,
+    *,
+    signed: bool | None = None,
+    like: tuple[float, float] | None = None,
+) -> str:
+    """Return `value` of `measure`, with as many decimals as the interval `like` it needs.
 
     Examples
     --------
     >>> quantity("shift", 0.0512), quantity("level", 0.1043), quantity("ratio", 1.97)
-    ('+5.12 pp', '10.43%', '×1.97')
-    >>> quantity("js_distance", 0.1234), quantity("shift", None)
-    ('0.123', '–')
+    ('+.051', '.104', '×1.97')
+    >>> quantity("shift", 0.0004, like=(-0.0036, 0.0044)), quantity("shift", None)
+    ('+.0004', '–')
     """
     if value is None or math.isnan(value):
         return MISSING
-    text = _number(measure, value, signed)
-    if measure in POINTS:
-        return f"{text} pp"
-    if measure in SHARES:
-        return f"{text}%"
+    places = 2 if measure in ("ratio", "logit") else decimals(value, *(like or ()))
+    text = number(value, places, signed=measure in SIGNED if signed is None else signed)
     return f"×{text}" if measure == "ratio" else text
 
 
 def span(measure: str, interval: tuple[float, float] | None) -> str:
-    """Return an interval in the unit of :func:`quantity`, which stands beside it.
+    """Return an interval with the decimals of the value that stands beside it.
 
     Examples
     --------
     >>> span("shift", (-0.001, 0.02))
-    '[−0.10, +2.00]'
+    '[−.001, +.020]'
     """
     if interval is None or any(math.isnan(end) for end in interval):
         return ""
-    low, high = (_number(measure, end, None) for end in interval)
+    places = 2 if measure in ("ratio", "logit") else decimals(*interval)
+    low, high = (number(end, places, signed=measure in SIGNED) for end in interval)
     return f"[{low}, {high}]"
 
 
-def change(measure: str, before: float | None, after: float | None) -> str:
-    """Return "before → after"; shares for a shift, a level or a ratio.
+def change(before: float | None, after: float | None) -> str:
+    """Return "before → after".
 
     Examples
     --------
-    >>> change("shift", 0.053, 0.1043)
-    '5.30% → 10.43%'
+    >>> change(0.053, 0.1043)
+    '.053 → .104'
     """
     if before is None and after is None:
         return MISSING
-    unit = "level" if measure in POINTS | SHARES | {"ratio"} else measure
-    return f"{quantity(unit, before, signed=False)} → {quantity(unit, after, signed=False)}"
+    places = decimals(before, after)
+    left, right = (MISSING if end is None else number(end, places) for end in (before, after))
+    return f"{left} → {right}"
 
 
-def noise(measure: str, floor: tuple[float, float] | None, replicates: int) -> str:
-    """Return the noise floor as "mean ± SD (k)".
+def noise(measure: str, floor: tuple[float, float] | None, replicates: int = 0) -> str:
+    """Return the noise floor as "mean ± SD", with "(k)" where the number of replicates is given.
 
     Examples
     --------
     >>> noise("shift", (0.0005, 0.002), 5)
-    '+0.05 ± 0.20 pp (5)'
+    '+.0005 ± .0020 (5)'
     """
+    extra = f" ({replicates})" if replicates else ""
     if floor is None or not all(map(finite, floor)):
-        return f"{MISSING} ({replicates})" if replicates else MISSING
-    mean, sd = _number(measure, floor[0], None), quantity(measure, floor[1], signed=False)
-    return f"{mean} ± {sd} ({replicates})"
+        return MISSING + extra
+    places = decimals(*floor)
+    return f"{number(floor[0], places, signed=measure in SIGNED)} ± {number(floor[1], places)}{extra}"
 
 
 def limit(found: RuleVerdict) -> str:
-    """Return the condition that the rule sets, in words.
+    """Return what the rule allows: of the shift, or for an ``excess`` rule of the excess shift.
 
     Examples
     --------
     >>> from audit.records import Outcome
     >>> rule = Rule("corner", "limit", fail=0.02)
     >>> limit(RuleVerdict(rule, "corner", Outcome.FAIL, "", limit=0.02))
-    'within ±2.00 pp'
+    '±.02'
     """
     rule = found.rule
     bound = found.limit if found.limit is not None else rule.fail
@@ -116,23 +149,19 @@ def limit(found: RuleVerdict) -> str:
         return _excess_limit(rule, found.limit)
     if bound is None:
         return MISSING
+    size = given(bound)
     if rule.measure in SIGNED:
-        size = quantity(rule.measure, abs(bound), signed=False)
-        return {"both": f"within ±{size}", "increase": f"at most +{size}", "decrease": f"at least −{size}"}[
-            rule.direction
-        ]
-    word = "at least" if rule.direction == "decrease" else "at most"
-    return f"{word} {quantity(rule.measure, bound, signed=False)}"
+        return {"both": f"±{size}", "increase": f"≤ +{size}", "decrease": f"≥ −{size}"}[rule.direction]
+    sign = "×" if rule.measure == "ratio" else ""
+    return f"{'≥' if rule.direction == 'decrease' else '≤'} {sign}{size}"
 
 
 def _excess_limit(rule: Rule, resolved: float | None) -> str:
     if isinstance(rule.within, str):
-        known = f" ({quantity(rule.measure, abs(resolved), signed=False)})" if resolved is not None else ""
-        return f"excess within ±{clean(rule.within)}{known}"
+        known = f" ({number(abs(resolved), decimals(resolved))})" if resolved is not None else ""
+        return f"±{clean(rule.within)}{known}"
     bound = resolved if resolved is not None else rule.within
-    if bound is None:
-        return "excess over the noise floor"
-    return f"excess within ±{quantity(rule.measure, abs(bound), signed=False)}"
+    return "noise floor" if bound is None else f"±{given(bound)}"
 
 
 def count(number: int, noun: str) -> str:
@@ -166,14 +195,14 @@ def _hidden(character: str) -> bool:
 
 
 def clean(text: str) -> str:
-    """Return `text` on one line, with every invisible or reordering character made visible.
+    r"""Return `text` on one line, with every invisible or reordering character made visible.
 
     Control characters become their pictures (``␛``), bidirectional overrides, zero-width characters
     and lone surrogates become ``⟨U+202E⟩``; joiners inside emoji or a joining script stay.
 
     Examples
     --------
-    >>> clean("a\\x1b[31m\\u202eb")
+    >>> clean("a\x1b[31m\u202eb")
     'a␛[31m⟨U+202E⟩b'
     """
     if text.isascii() and text.isprintable():
