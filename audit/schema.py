@@ -110,6 +110,8 @@ TABLES: dict[str, tuple[ColumnSpec, ...]] = {
         _optional("label", "string", "class that the probe set says is right"),
         _optional("tokens", "int32", "number of positions the model saw"),
         _required("truncated", "bool", "whether the probe was cut to the model's limit"),
+        _optional("group", "string", "template or cluster of the probe"),
+        _required("segments", "map<string,string>", "key and value of each segment of the probe"),
     ),
     "aggregate": (
         _STREAM,

@@ -48,7 +48,7 @@ class _Loader:
         return current.adapter is not None and replace(current, adapter=None) == wanted
 
 
-_LOADER = _Loader()
+LOADER = _Loader()
 
 
 def load(source: CheckpointSource, device: str, settings: CaptureSettings) -> Checkpoint:
@@ -123,7 +123,7 @@ def check_run(plan: RunPlan) -> None:
     from audit.capture import check_determinism, check_probes
 
     probes = load_probes(plan.probes).probes
-    with _LOADER.use(plan.source, plan.device, plan.spec.settings) as checkpoint:
+    with LOADER.use(plan.source, plan.device, plan.spec.settings) as checkpoint:
         check_probes(checkpoint, probes, plan.spec.settings)
         check_determinism(checkpoint, probes, method=plan.spec.method, settings=plan.spec.settings)
 
@@ -144,7 +144,7 @@ def capture_shard(plan: RunPlan, index: int, *, progress: Progress | None = None
     start, stop = plan.shards[index]
     probes = load_probes(plan.probes).probes[start:stop]
     writer = Store(plan.store).begin_run(plan.spec, len(plan.shards))
-    with _LOADER.use(plan.source, plan.device, plan.spec.settings) as checkpoint:
+    with LOADER.use(plan.source, plan.device, plan.spec.settings) as checkpoint:
         captured = list(
             capture(
                 checkpoint,

@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from audit.compare import mean_interval
+from audit.compare import compare_tables
 from audit.config import AuditConfig
-from audit.pipeline.capture import _LOADER
+from audit.pipeline.capture import LOADER
 from audit.pipeline.plan import Progress, RunPlan, load_probes, plan_run
+from audit.pipeline.runs import read_run
 from audit.probes import load_annotations
-from audit.records import Confirmation, Outcome, Verdict
+from audit.records import Column, Confirmation, Outcome, Positions, Probe, Region, RuleVerdict, ShareTable, Verdict
 from audit.regions import region_weights
+from audit.store import Store
 
 NOT_OCCLUDED = frozenset({"*", "special", "first", "rest"})
 """Regions that hold no content of their own to remove."""
 
 
+@dataclass(frozen=True)
+class _Drop:
+    """By how much the target logit falls for each probe when a region is occluded; NaN = undefined."""
+
+    values: np.ndarray
+    occlusion: str
+
+
 def confirm_regions(
     config: AuditConfig, verdict: Verdict, *, progress: Progress | None = None
 ) -> tuple[Confirmation, ...]:
-    """Occlude each failing region on both checkpoints and compare the change of the target logit.
+    """Occlude each failing region on both checkpoints and compare the fall of the target logit.
 
     Parameters
     ----------
@@ -34,17 +45,83 @@ def confirm_regions(
     Returns
     -------
     tuple of Confirmation
-        Empty where a checkpoint has no task head, or is not at hand.
+        Empty where a checkpoint is not at hand, has no task head, or the probes have no target.
 
     Raises
     ------
     CheckpointError, CaptureError
     """
-    failing = (rule for rule in verdict.rules if rule.outcome is Outcome.FAIL)
-    names = [name for name in dict.fromkeys(rule.region for rule in failing) if name not in NOT_OCCLUDED]
-    if not names or any(config.checkpoints[role].path is None for role in ("before", "after")):
+    failing: dict[str, RuleVerdict] = {}
+    for rule in verdict.rules:
+        if rule.outcome is Outcome.FAIL and rule.region not in NOT_OCCLUDED:
+            failing.setdefault(rule.region, rule)
+    known = [config.checkpoints[role].path for role in ("before", "after") if role in config.checkpoints]
+    if not failing or len(known) < 2 or None in known:
         return ()
     before, after = plan_run(config, "before"), plan_run(config, "after")
-    return tuple(
-        found for name in names if (found := _confirm(before, after, name, config, progress)) is not None
+    regions = {region.name: region for region in after.spec.regions}
+    found = []
+    for done, (name, rule) in enumerate(failing.items()):
+        if progress is not None:
+            progress("confirm by occlusion", done, len(failing))
+        drops = [_drops(plan, regions[name]) for plan in (before, after)]
+        one = _confirmation(rule, before, drops, config) if None not in drops else None
+        found += [one] if one is not None else []
+    if progress is not None:
+        progress("confirm by occlusion", len(failing), len(failing))
+    return tuple(found)
+
+
+def _drops(plan: RunPlan, region: Region) -> _Drop | None:
+    from audit.capture import occlude
+
+    probes = load_probes(plan.probes).probes
+    with LOADER.use(plan.source, plan.device, plan.spec.settings) as checkpoint:
+        if not checkpoint.has_head:
+            return None
+        weights = [_weights(region, one, probe) for one, probe in _positions(plan, probes)]
+        occlusions = occlude(checkpoint, probes, weights, targets="label", settings=plan.spec.settings)
+    changes = [occlusion.change for occlusion in occlusions]
+    values = np.array([np.nan if change is None else -change for change in changes])
+    return None if np.isnan(values).all() else _Drop(values, occlusions[0].occlusion)
+
+
+def _positions(plan: RunPlan, probes: Sequence[Probe]) -> list[tuple[Positions, Probe]]:
+    maps = Store(plan.store).iter_maps(plan.run_id)
+    return [(one.positions, probe) for one, probe in zip(maps, probes, strict=True)]
+
+
+def _weights(region: Region, positions: Positions, probe: Probe) -> np.ndarray:
+    return region_weights(region, positions, load_annotations(probe))
+
+
+def _confirmation(
+    rule: RuleVerdict, before: RunPlan, drops: Sequence[_Drop | None], config: AuditConfig
+) -> Confirmation | None:
+    """Compare the falls of both checkpoints as one paired column."""
+    one, two = (drop for drop in drops if drop is not None)
+    run = read_run(Store(before.store), before.run_id, layers=False)
+    ids, column = run.shares.probe_ids, Column(rule.region)
+    cells = compare_tables(
+        ShareTable(ids, (column,), one.values[:, None]),
+        ShareTable(ids, (column,), two.values[:, None]),
+        groups=list(run.groups) or None,
+        alpha=config.statistics.alpha,
+        resamples=config.statistics.resamples,
+        seed=config.statistics.seed,
+    )
+    cell = next(cell for cell in cells if cell.measure == "shift")
+    if cell.value is None or cell.interval is None or cell.before is None or cell.after is None:
+        return None
+    low, high = cell.interval
+    same_way = rule.value is not None and (rule.value > 0) == (cell.value > 0)
+    return Confirmation(
+        region=rule.region,
+        occlusion=two.occlusion,
+        before=cell.before,
+        after=cell.after,
+        difference=cell.value,
+        interval=cell.interval,
+        confirmed=same_way and (low > 0 or high < 0),
+        n_probes=cell.n_probes,
     )

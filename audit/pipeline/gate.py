@@ -158,7 +158,7 @@ def resolve(config: AuditConfig, store: Store, role: str, *, domain: bool = Fals
         checkpoint=plan.spec.checkpoint.digest,
         inputs=plan.spec.inputs_digest,
         regions=plan.spec.regions_digest,
-        method=plan.spec.method,
+        method=plan.spec.method.name,
     )
     if not found:
         raise NothingEvaluatedError(

@@ -9,8 +9,19 @@ from pathlib import Path
 
 from audit.errors import ConfigError
 from audit.models import checkpoint_info
-from audit.probes import infer_columns, read_probes
+from audit._probe_rows import read_rows
+from audit.probes import read_probes
 from audit.records import CheckpointInfo, ProbeSet
+
+SYNONYMS = {
+    "text": ("sentence", "content", "review", "document", "premise", "question", "sentence1", "prompt"),
+    "text_pair": ("hypothesis", "context", "sentence2", "passage"),
+    "image": ("img", "file_name", "picture"),
+    "audio": ("sound", "clip"),
+    "label": ("labels", "target", "class", "category", "sentiment"),
+    "id": ("idx", "uid", "guid"),
+}
+"""Names that other data sets give to our fields, most telling first."""
 
 TEMPLATE = """\
 # Written by `audit init`: {what}.
@@ -85,6 +96,25 @@ def write_initial_config(
     yield f"probes    {len(probe_set)} of {modality}" + (f", columns {columns}" if columns else "")
     yield f"row       {_row(info)}"
     yield f"wrote     {out}; run it with `audit run {out}`"
+
+
+def infer_columns(path: str | Path) -> dict[str, str]:
+    """Return our field → the file's column, for columns that go by another usual name.
+
+    >>> import pathlib, tempfile
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "probes.csv"
+    >>> _ = path.write_text("idx,sentence,label\\n1,It was great.,positive\\n")
+    >>> infer_columns(path)
+    {'text': 'sentence', 'id': 'idx'}
+    """
+    rows = read_rows(Path(path))
+    present = set(rows[0][1]) if rows else set()
+    found: dict[str, str] = {}
+    for field, names in SYNONYMS.items():
+        match = next((name for name in names if name in present), None)
+        if field not in present and match is not None:
+            found[field] = match
+    return found
 
 
 def _fill(

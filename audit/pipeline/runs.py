@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from audit.errors import StoreError
-from audit.records import Map, RunRef, ShareTable
+from audit.records import Map, RunRef, RunSpec, ShareTable
 from audit.store import Store
 
 
@@ -57,13 +57,13 @@ def read_run(store: Store, run_id: str, *, kind: str | None = None, layers: bool
     StoreError
         When the run is missing, unfinished or damaged.
     """
-    manifest = store.manifest(run_id)
+    spec = store.spec(run_id)
     groups, segments = read_annotations(store, run_id)
     return RunData(
-        ref=run_ref(manifest, kind),
-        inputs_digest=manifest["inputs_digest"],
-        regions_digest=manifest["regions_digest"],
-        identity=identity(manifest),
+        ref=run_ref(run_id, spec, kind),
+        inputs_digest=spec.inputs_digest,
+        regions_digest=spec.regions_digest,
+        identity=identity(spec),
         shares=store.share_table(run_id),
         layer_shares=store.share_table(run_id, layers=True) if layers else None,
         groups=groups,
@@ -72,28 +72,21 @@ def read_run(store: Store, run_id: str, *, kind: str | None = None, layers: bool
     )
 
 
-def run_ref(manifest: Mapping[str, Any], kind: str | None = None) -> RunRef:
-    """Return how a comparison names the run of `manifest`."""
-    checkpoint = manifest["checkpoint"]
-    return RunRef(
-        run_id=manifest["id"],
-        checkpoint=checkpoint["ref"],
-        digest=checkpoint["digest"],
-        weights_digest=checkpoint["weights_digest"],
-        kind=kind,
-    )
+def run_ref(run_id: str, spec: RunSpec, kind: str | None = None) -> RunRef:
+    """Return how a comparison names a run."""
+    checkpoint = spec.checkpoint
+    return RunRef(run_id, checkpoint.ref, checkpoint.digest, checkpoint.weights_digest, kind)
 
 
-def identity(manifest: Mapping[str, Any]) -> dict[str, str]:
+def identity(spec: RunSpec) -> dict[str, str]:
     """Return the settings in which two runs must agree to be comparable."""
-    method, settings = manifest["method"], manifest["settings"]
-    transformers = manifest["versions"].get("transformers", "unknown")
+    transformers = spec.versions.get("transformers", "unknown")
     return {
-        "method": f"{method['name']} {sorted(method['params'].items())}",
-        "row": method["row"],
-        "dtype": settings["dtype"],
-        "attention implementation": settings["attention_implementation"],
-        "device type": settings["device_type"],
+        "method": " ".join([spec.method.name, *(f"{k}={v}" for k, v in sorted(spec.method.params.items()))]),
+        "row": spec.method.row,
+        "dtype": spec.settings.dtype,
+        "attention implementation": spec.settings.attention_implementation,
+        "device type": spec.settings.device_type,
         "transformers": ".".join(transformers.split(".")[:2]),
     }
 

@@ -139,7 +139,7 @@ def layer_map_rows(item: Map) -> Iterator[Row]:
 
 def prediction_row(item: Prediction) -> Row:
     """Return the row of ``predictions`` for one probe."""
-    return {**vars(item)}
+    return {**vars(item), "segments": sorted(item.segments.items())}
 
 
 def reliance_row(item: Reliance) -> Row:
