@@ -196,3 +196,25 @@ def probe_columns() -> dict[str, list[Any]]:
         "shift": [0.0, 0.1, -0.2, None, 0.0, 0.1],
         "reason": [None, None, None, "no such word", None, None],
     }
+
+
+def assert_same_map(found: Map, expected: Map) -> None:
+    assert (found.probe_id, found.stream, found.share) == (expected.probe_id, expected.stream, expected.share)
+    assert found.diagnostics == expected.diagnostics
+    np.testing.assert_array_equal(found.weights, expected.weights)
+    assert found.weights.dtype == np.float32
+    if expected.layers is None:
+        assert found.layers is None
+    else:
+        np.testing.assert_array_equal(found.layers, expected.layers)
+    assert_same_positions(found.positions, expected.positions)
+
+
+def assert_same_positions(found: Positions, expected: Positions) -> None:
+    for name, value in vars(expected).items():
+        other = getattr(found, name)
+        if isinstance(value, np.ndarray):
+            assert (other.dtype, other.shape) == (value.dtype, value.shape), name
+            np.testing.assert_array_equal(other, value)
+        else:
+            assert other == value, name

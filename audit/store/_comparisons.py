@@ -28,7 +28,7 @@ from audit.store._files import (
 )
 from audit.store._reader import Files
 from audit.store._rows import cell_row, open_parquet, write_rows
-from audit.store._writer import log_once
+from audit.store._writer import log_manifest
 
 if TYPE_CHECKING:
     import polars as pl
@@ -179,7 +179,7 @@ def _plain_type(kind: Any) -> Any:
 def _log_comparison(root: Path, target: Path) -> None:
     manifest = read_sealed(target / MANIFEST)
     name = manifest["comparison_id"]
-    log_once(root, "comparison", "comparison_id", manifest)
+    log_manifest(root, "comparison", manifest, fresh=False)
     if manifest["policy_digest"] is None:
         return
     earlier = [e["payload"] for e in _log.read(root / "log") if e["kind"] == "verdict"]

@@ -28,14 +28,14 @@ def resolve_root(url: str | Path) -> Path:
     """Return the directory of a store given as a path or a ``file://`` URL."""
     text = os.fspath(url)
     if "://" not in text:
-        return Path(text).expanduser().absolute()
+        return Path(text).expanduser().resolve()
     parts = urlsplit(text)
     if parts.scheme != "file" or parts.netloc not in ("", "localhost"):
         raise StoreError(
             f"store {text}: {parts.scheme}:// stores are not supported, only directories and file:// URLs; "
             "set [store] url to a directory (a mounted bucket works)"
         )
-    return Path(unquote(parts.path)).absolute()
+    return Path(unquote(parts.path)).resolve()
 
 
 def sha256_of(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -51,8 +52,7 @@ def run_query(query: str, files: Files, manifests: Sequence[dict[str, Any]]) -> 
     with duckdb.connect() as connection:
         try:
             _refuse_writing(duckdb.extract_statements(query), duckdb)
-            needed = _needed_tables(connection, query)
-            _create_views(connection, files, manifests, needed)
+            _create_views(connection, files, manifests, _named_views(query))
             result: pl.DataFrame = connection.sql(query).pl()
             return result
         except duckdb.Error as error:
@@ -66,13 +66,12 @@ def _refuse_writing(statements: Sequence[Any], library: Any) -> None:
         raise StoreError("query: expected one SELECT statement; the store is read only")
 
 
-def _needed_tables(connection: duckdb.DuckDBPyConnection, query: str) -> set[str]:
-    """Return which views a query reads, so that only their files are opened and checked."""
-    for table in (*VIEWS, "runs"):
-        connection.register("empty", arrow_schema(table, run_id=table != "runs").empty_table())
-        connection.execute(f"CREATE TABLE {table} AS FROM empty")
-    named = {name.lower() for name in connection.get_table_names(query)}
-    return named & {*VIEWS, "runs"}
+def _named_views(query: str) -> set[str]:
+    """Return the views whose names occur in a query; only their files are opened and checked.
+
+    A view that is not named does not exist for the query, so none can be read by accident.
+    """
+    return set(re.findall(r"\w+", query.lower())) & {*VIEWS, "runs"}
 
 
 def _create_views(
@@ -85,8 +84,7 @@ def _create_views(
 
     if "runs" in needed:
         rows = [run_row(manifest) for manifest in manifests]
-        connection.register("run_rows", pa.Table.from_pylist(rows, schema=arrow_schema("runs")))
-        connection.execute("INSERT INTO runs FROM run_rows")
+        connection.register("runs", pa.Table.from_pylist(rows, schema=arrow_schema("runs")))
     listed = {table: _listed(files, manifests, table) for table in needed - {"runs"}}
     paths = sorted({path for rows in listed.values() for path, _ in rows})
     connection.execute("SET allow_persistent_secrets = false")
@@ -95,6 +93,8 @@ def _create_views(
     for table, found in listed.items():
         if found:
             _create_view(connection, table, found)
+        else:
+            connection.register(table, arrow_schema(table, run_id=True).empty_table())
     connection.execute("SET lock_configuration = true")
 
 
@@ -113,7 +113,6 @@ def _create_view(connection: duckdb.DuckDBPyConnection, table: str, found: list[
     connection.register(f"listed_{table}", pa.table({"path": list(paths), "run_id": list(ids)}))
     template = (resources.files("audit") / "sql" / "view.sql").read_text()
     columns = ", ".join(f"part.{column.name}" for column in TABLES[table])
-    connection.execute(f"DROP TABLE {table}")
     statement = template.format(table=table, columns=columns, paths=_literal(sorted(set(paths))))
     connection.execute(statement)
 

@@ -195,15 +195,14 @@ class RunWriter:
         StoreError
             When a shard is missing or a probe was captured twice.
         """
-        if not self.published:
-            with writing(self.path):
-                self.path.mkdir(parents=True, exist_ok=True)
-                with exclusive(self.path):
-                    if not self.published:
-                        self._publish(counts, diagnostics, extra or {})
-        manifest = read_sealed(self.path / MANIFEST)
-        with writing(self.path), exclusive(self.path):
-            log_once(self.root, "run", "run_id", manifest)
+        with writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            with exclusive(self.path):
+                fresh = not self.published
+                if fresh:
+                    self._publish(counts, diagnostics, extra or {})
+                manifest = read_sealed(self.path / MANIFEST)
+                log_manifest(self.root, "run", manifest, fresh=fresh)
         return manifest
 
     def _publish(
@@ -370,8 +369,9 @@ def write_aggregate(target: Path, run: Path) -> int:
     return writer.rows
 
 
-def log_once(root: Path, kind: str, name: str, manifest: dict[str, Any]) -> None:
-    """Log a published manifest unless the log has it; a killed publisher may have left it out."""
+def log_manifest(root: Path, kind: str, manifest: dict[str, Any], *, fresh: bool) -> None:
+    """Log a manifest, unless it is not `fresh` and the log has it; a killed writer may have left it out."""
+    name = f"{kind}_id"
     payload = {name: manifest[name], "digest": manifest["digest"], "seal": manifest["seal"]}
-    if not _log.has(root / "log", kind, payload):
+    if fresh or not _log.has(root / "log", kind, payload):
         _log.append(root / "log", kind, payload)

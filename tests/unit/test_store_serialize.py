@@ -52,7 +52,7 @@ def strategy_of(hint: Any) -> st.SearchStrategy[Any]:
 
 @pytest.mark.parametrize("cls", [Cell, RunSpec, Verdict, Comparison])
 def test_record_equals_itself_after_a_round_trip_through_json_text(cls: type) -> None:
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=12, deadline=None)
     @given(strategy_of(cls))
     def holds(record: Any) -> None:
         assert from_json(cls, json.loads(json.dumps(to_json(record)))) == record
