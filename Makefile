@@ -1,0 +1,72 @@
+# Everything a person or CI needs. `make` alone lists it.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CANDIDATES := python3.11 python3.12 python3.13 python3
+SUITES := tests/unit tests/integration tests/functional
+
+# Small models on few cores: more threads only wait for each other.
+export OMP_NUM_THREADS ?= 2
+export TOKENIZERS_PARALLELISM := false
+export PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS ?= 120
+export PREFECT_SERVER_ANALYTICS_ENABLED := false
+export DO_NOT_TRACK := 1
+export HF_HUB_DISABLE_TELEMETRY := 1
+
+.PHONY: help demo test check fix bench dashboard clean python
+
+help: ## List these commands
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(STAMP) ## Train small models, plant shortcuts in them and audit them (3 minutes)
+	$(BIN)/audit demo
+
+test: $(STAMP) ## Run every test: unit, integration, functional, browser, and the examples in docstrings
+	@if chromium="$$(bash .ci/chromium)"; then \
+	    CHROMIUM="$$chromium" $(BIN)/python -m pytest --doctest-modules audit $(SUITES) tests/browser; \
+	else \
+	    $(BIN)/python -m pytest --doctest-modules audit $(SUITES); \
+	    echo "tests/browser was NOT run: install Chromium as said above, then run make test again"; \
+	fi
+
+check: $(STAMP) ## Check format, lint, types, import rules and docs; change nothing
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(if $(wildcard tests/unit/test_docs.py),$(BIN)/python -m pytest -q tests/unit/test_docs.py)
+
+fix: $(STAMP) ## Format the code and mend what ruff can mend
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(STAMP) ## Measure: the planted-shift benchmark and the speed of the engines
+	$(BIN)/python -m pytest -s -o python_files='bench_*.py test_*.py' tests/benchmarks
+
+dashboard: $(STAMP) ## Open the dashboard on data/store
+	$(BIN)/audit dashboard
+
+clean: ## Remove the environment, caches and build outputs; the store stays
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+python: # prints the Python that the environment is made with
+	@for name in $(PYTHON) $(CANDIDATES); do \
+	    if "$$name" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	        command -v "$$name"; exit 0; \
+	    fi; \
+	done; \
+	echo "Python 3.11 or newer with venv is needed: apt-get install python3 python3-venv, or set PYTHON=PATH" >&2; \
+	exit 1
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || \
+	    { python="$$($(MAKE) --no-print-directory python)"; "$$python" -m venv $(VENV); }
+	@echo "installing into $(VENV); the first time takes some minutes and 2 GB"
+	@$(BIN)/python -m pip install --quiet --retries 10 --timeout 60 -c constraints.txt -e '.[dev]'
+	@touch $@
