@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from audit._output import Outputs, emit
 from audit._terminal import note, progress_bars, say
 from audit.errors import AuditError, ConfigError, ExitCode
 
 if TYPE_CHECKING:
     from audit.config import AuditConfig
-    from audit.records import Comparison, Verdict
+    from audit.records import Verdict
     from audit.store import Store
 
 app = typer.Typer(
@@ -44,6 +45,7 @@ StoreUrl = Annotated[str | None, typer.Option("--store", help="The store; defaul
 UsePrefect = Annotated[bool, typer.Option("--prefect", help="Run as a Prefect flow.")]
 
 DEFAULT_CONFIG = Path("audit.toml")
+DEFAULT_STORE = "data/store"
 
 
 def main() -> None:
@@ -95,7 +97,7 @@ def run(
             verdict = _flow(config, permitted, progress)
         else:
             verdict = run_audit(settings, progress=progress, allow=permitted)
-    _finish(_store(settings.store.url), verdict, settings, html, markdown, junit, as_json)
+    _finish(_store(settings.store.url), verdict, settings, Outputs(html, markdown, junit, as_json))
 
 
 @app.command()
@@ -126,11 +128,10 @@ def compare(
 ) -> None:
     """Compare two stored runs, without a policy."""
     from audit.pipeline import compare_runs, publish
-    from audit.report import to_json, to_text
 
     where = _store(store)
-    comparison = publish(where, compare_runs(before, after, replicates=replicate or (), store=where), None)
-    say(to_json(comparison, None) if as_json else to_text(comparison, None))
+    identifier = publish(where, compare_runs(before, after, replicates=replicate or (), store=where), None)
+    emit(where, identifier, None, None, Outputs(as_json=as_json))
 
 
 @app.command()
@@ -156,7 +157,7 @@ def gate(
         settings = load_config(target)
         where = _store(settings.store.url)
         verdict = gate_runs(settings, allow=permitted)
-    _finish(where, verdict, settings, html, markdown, junit, as_json)
+    _finish(where, verdict, settings, Outputs(html, markdown, junit, as_json))
 
 
 @app.command()
@@ -189,7 +190,7 @@ def report(
 
     settings = load_config(config) if config is not None else None
     where = _store(store or (settings.store.url if settings else None))
-    _emit(where, where.comparison(comparison), where.verdict(comparison), settings, html, markdown, junit, as_json)
+    emit(where, comparison, where.verdict(comparison), settings, Outputs(html, markdown, junit, as_json))
 
 
 @app.command(name="list")
@@ -237,7 +238,9 @@ def init(
 
 
 @app.command()
-def serve(config: Annotated[list[Path], typer.Argument(help="One or more audit.toml with [schedule].")]) -> None:
+def serve(
+    config: Annotated[list[Path], typer.Argument(help="One or more audit.toml with [schedule].")],
+) -> None:
     """Serve the schedules of one or more configurations through Prefect."""
     from flows.serve import serve_audits
 
@@ -255,7 +258,7 @@ def dashboard(
 
     _need("streamlit", "dashboard")
     page = Path(dashboards.__file__).with_name("app.py")
-    environment = {**os.environ, "ROLLOUT_AUDIT_STORE": _store(store).url}
+    environment = {**os.environ, "ROLLOUT_AUDIT_STORE": str(Path(store or DEFAULT_STORE).resolve())}
     if config:
         environment["ROLLOUT_AUDIT_CONFIGS"] = os.pathsep.join(str(path.resolve()) for path in config)
     command = [sys.executable, "-m", "streamlit", "run", str(page), f"--server.port={port}"]
@@ -278,7 +281,6 @@ def demo(
 
 
 def _store(url: str | None) -> Store:
-    from audit.config import DEFAULT_STORE
     from audit.store import Store
 
     return Store(url or DEFAULT_STORE)
@@ -305,43 +307,6 @@ def _need(package: str, extra: str) -> None:
         raise ConfigError(f"{package} is not installed; pip install 'rollout-audit[{extra}]'")
 
 
-def _finish(
-    store: Store,
-    verdict: Verdict,
-    config: AuditConfig | None,
-    html: Path | None,
-    markdown: Path | None,
-    junit: Path | None,
-    as_json: bool,
-) -> None:
-    if verdict.comparison_id is None:
-        raise ConfigError("the verdict belongs to no stored comparison; run `audit run CONFIG`")
-    comparison = store.comparison(verdict.comparison_id)
-    _emit(store, comparison, verdict, config, html, markdown, junit, as_json)
+def _finish(store: Store, verdict: Verdict, config: AuditConfig | None, outputs: Outputs) -> None:
+    emit(store, str(verdict.comparison_id), verdict, config, outputs)
     raise typer.Exit(verdict.exit_code)
-
-
-def _emit(
-    store: Store,
-    comparison: Comparison,
-    verdict: Verdict | None,
-    config: AuditConfig | None,
-    html: Path | None,
-    markdown: Path | None,
-    junit: Path | None,
-    as_json: bool,
-) -> None:
-    from audit import report as renderers
-
-    say(renderers.to_json(comparison, verdict) if as_json else renderers.to_text(comparison, verdict))
-    if html is not None:
-        from audit.pipeline import write_html
-
-        note(f"HTML report: {write_html(store, comparison, verdict, html, config=config)}")
-    if markdown is not None:
-        markdown.parent.mkdir(parents=True, exist_ok=True)
-        with markdown.open("a", encoding="utf-8") as file:
-            file.write(renderers.to_markdown(comparison, verdict) + "\n")
-    if junit is not None:
-        junit.parent.mkdir(parents=True, exist_ok=True)
-        junit.write_text(renderers.to_junit(comparison, verdict), encoding="utf-8")

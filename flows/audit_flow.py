@@ -110,7 +110,7 @@ def run_flow(config: Path, *, allow: tuple[str, ...] = (), progress: Progress | 
 
 
 def _is_user_error(state: object) -> bool:
-    from prefect.states import State
+    from prefect.client.schemas.objects import State
 
     from audit.errors import AuditError
 

@@ -13,7 +13,7 @@ from audit.pipeline.gate import compare_config, freeze_config_floor, gate_compar
 from audit.pipeline.initial import write_initial_config
 from audit.pipeline.maps import compute_maps, compute_reliance
 from audit.pipeline.plan import Progress, RunPlan, plan_audit, plan_run
-from audit.pipeline.publish import publish, write_html
+from audit.pipeline.publish import publish, report_context, write_html
 
 __all__ = [
     "Progress",
@@ -38,6 +38,7 @@ __all__ = [
     "publish",
     "publish_run",
     "read_floor",
+    "report_context",
     "run_audit",
     "write_html",
     "write_initial_config",

@@ -71,27 +71,46 @@ def compare_runs(
     check_comparable(before, after, repeats, paired=paired)
     if paired:
         cells, identical = _paired_cells(before, after, repeats, statistics)
-        if domain is not None:
-            cells += _interaction_cells(before, after, repeats, domain, statistics)
     else:
-        identical = False
-        cells = _unpaired_cells(before, after, statistics)
+        cells, identical = _unpaired_cells(before, after, statistics), False
+    if domain is not None:
+        cells += _interaction_cells(before, after, repeats, domain, statistics)
+    return replace(
+        outline(before, after, replicates=repeats, domain=domain, paired=paired, statistics=statistics),
+        cells=tuple(cells),
+        identical_maps=identical,
+        predictions=prediction_changes(before, after) if paired else {},
+    )
+
+
+def outline(
+    before: RunData,
+    after: RunData,
+    *,
+    replicates: Sequence[RunData] = (),
+    domain: tuple[RunData, RunData, Sequence[RunData]] | None = None,
+    paired: bool = True,
+    statistics: Statistics,
+) -> Comparison:
+    """Return a comparison without its cells: all that its id covers."""
+    settings: dict[str, Any] = vars(statistics)
+    if domain is not None:
+        runs = [domain[0], domain[1], *domain[2]]
+        settings = {**settings, "domain": [run.ref.run_id for run in runs]}
     return Comparison(
         kind="paired" if paired else "unpaired",
-        cells=tuple(cells),
+        cells=(),
         alpha=statistics.alpha,
         n_probes=len(after.shares.probe_ids),
         n_clusters=len(set(after.groups)) if after.groups else None,
         before=before.ref,
         after=after.ref,
-        replicates=tuple(one.ref for one in repeats),
-        replicate_kinds=tuple(one.ref.kind or "seed" for one in repeats),
-        identical_maps=identical,
+        replicates=tuple(one.ref for one in replicates),
+        replicate_kinds=tuple(one.ref.kind or "seed" for one in replicates),
         same_weights=before.ref.weights_digest == after.ref.weights_digest if paired else None,
-        mismatches=mismatches(before, after, *repeats),
+        mismatches=mismatches(before, after, *replicates),
         method=after.identity["method"].split(" ")[0],
-        settings={"alpha": statistics.alpha, "resamples": statistics.resamples, "seed": statistics.seed},
-        predictions=prediction_changes(before, after) if paired else {},
+        settings=settings,
     )
 
 
@@ -232,7 +251,7 @@ def map_distances(before: RunData, after: RunData) -> dict[tuple[str, Column], N
             )
             if one.layers is None or other.layers is None or one.layers.shape != other.layers.shape:
                 continue
-            for layer, value in enumerate(distance(one.layers, other.layers)):
+            for layer, value in enumerate(np.atleast_1d(distance(one.layers, other.layers))):
                 rows.setdefault((name, Column("*", one.stream, layer)), []).append(float(value))
     return {key: np.array(values) for key, values in rows.items()}
 
@@ -278,12 +297,12 @@ def prediction_changes(before: RunData, after: RunData) -> Mapping[str, Any]:
         return {}
     one = before.store.predictions(before.ref.run_id)
     two = after.store.predictions(after.ref.run_id)
-    old, new = np.array(one["predicted"].to_list()), np.array(two["predicted"].to_list())
-    if old.dtype == object or new.dtype == object:
+    old, new = (np.array(frame["predicted"].to_list(), dtype=object) for frame in (one, two))
+    if None in old or None in new:
         return {}  # a backbone without a task head predicts nothing
     found: dict[str, Any] = {"n": len(old), "changed": int((old != new).sum())}
-    labels = np.array(one["label"].to_list())
-    if labels.dtype != object:
+    labels = np.array(one["label"].to_list(), dtype=object)
+    if None not in labels:
         right_before, right_after = old == labels, new == labels
         found |= {
             "accuracy_before": float(right_before.mean()),

@@ -13,7 +13,17 @@ from audit.pipeline.capture import LOADER
 from audit.pipeline.plan import Progress, RunPlan, load_probes, plan_run
 from audit.pipeline.runs import read_run
 from audit.probes import load_annotations
-from audit.records import Column, Confirmation, Outcome, Positions, Probe, Region, RuleVerdict, ShareTable, Verdict
+from audit.records import (
+    Column,
+    Confirmation,
+    Outcome,
+    Positions,
+    Probe,
+    Region,
+    RuleVerdict,
+    ShareTable,
+    Verdict,
+)
 from audit.regions import region_weights
 from audit.store import Store
 

@@ -116,7 +116,9 @@ def _read_body(path: Path) -> Mapping[str, Any]:
     except FileNotFoundError:
         raise ConfigError(f"floor {path} does not exist; `audit floor` writes one") from None
     except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"floor {path} is not readable: {error}; freeze it again with `audit floor`") from None
+        raise ConfigError(
+            f"floor {path} is not readable: {error}; freeze it again with `audit floor`"
+        ) from None
     if not isinstance(body, dict) or body.get("kind") != "rollout-audit floor":
         raise ConfigError(f"{path} is not a floor; `audit floor` writes one")
     if body.get("version", 0) > FLOOR_VERSION:

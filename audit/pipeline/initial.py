@@ -7,9 +7,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from audit._probe_rows import read_rows
 from audit.errors import ConfigError
 from audit.models import checkpoint_info
-from audit._probe_rows import read_rows
 from audit.probes import read_probes
 from audit.records import CheckpointInfo, ProbeSet
 
@@ -99,11 +99,11 @@ def write_initial_config(
 
 
 def infer_columns(path: str | Path) -> dict[str, str]:
-    """Return our field → the file's column, for columns that go by another usual name.
+    r"""Return our field → the file's column, for columns that go by another usual name.
 
     >>> import pathlib, tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "probes.csv"
-    >>> _ = path.write_text("idx,sentence,label\\n1,It was great.,positive\\n")
+    >>> _ = path.write_text("idx,sentence,label\n1,It was great.,positive\n")
     >>> infer_columns(path)
     {'text': 'sentence', 'id': 'idx'}
     """
@@ -117,7 +117,7 @@ def infer_columns(path: str | Path) -> dict[str, str]:
     return found
 
 
-def _fill(
+def _fill(  # noqa: PLR0917
     info: CheckpointInfo,
     probes: ProbeSet,
     out: Path,
@@ -165,7 +165,7 @@ def _replicates(pattern: str | None, base: Path) -> str:
             '# [[replicates]]\n# path = "models/seed-*"\n# kind = "seed"\n'
         )
     relative = os.path.relpath(Path(pattern).absolute(), base.resolve())
-    return f"\n[[replicates]]\npath = {json.dumps(relative)}\nkind = \"seed\"\n"
+    return f'\n[[replicates]]\npath = {json.dumps(relative)}\nkind = "seed"\n'
 
 
 def _row(info: CheckpointInfo) -> str:

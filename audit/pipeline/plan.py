@@ -14,7 +14,7 @@ from audit.config import AuditConfig, CheckpointSection, ReplicateSection
 from audit.errors import ConfigError, ProbeError
 from audit.models import checkpoint_info
 from audit.probes import read_probes
-from audit.records import CaptureSettings, CheckpointInfo, ProbeSet, Region, RunSpec
+from audit.records import CaptureSettings, ProbeSet, Region, RunSpec
 from audit.regions import expand_regions
 
 Progress = Callable[[str, int, int], None]
@@ -66,7 +66,6 @@ class RunPlan:
     spec: RunSpec
     shards: tuple[tuple[int, int], ...]
     device: str = "auto"
-    kind: str | None = None
 
     @property
     def run_id(self) -> str:
@@ -145,34 +144,24 @@ def plan_run(config: AuditConfig, role: str, *, domain: bool = False) -> RunPlan
     ProbeError, CheckpointError
         When the probe set or the checkpoint cannot be read.
     """
-    section = dict(sources(config)).get(role)
-    if section is None or section.path is None:
-        raise ConfigError(f"this audit captures no checkpoint as {role!r}; give it a path in the configuration")
-    source = CheckpointSource(section.path, section.revision, section.adapter, section.trust_remote_code)
-    probes_from = probe_source(config, domain=domain)
-    info = checkpoint_info(source.ref, revision=source.revision, adapter=source.adapter)
+    source = checkpoint_source(config, role)
+    probes = probe_source(config, domain=domain)
     return RunPlan(
         role=f"{role}@domain" if domain else role,
         store=config.store.url,
         source=source,
-        probes=probes_from,
-        spec=run_spec(config, info, load_probes(probes_from)),
-        shards=cut_shards(len(load_probes(probes_from)), config.capture.shard_probes),
+        probes=probes,
+        spec=plan_spec(config, role, domain=domain, device=device_type(config.capture.device)),
+        shards=cut_shards(len(load_probes(probes)), config.capture.shard_probes),
         device=config.capture.device,
-        kind=getattr(section, "kind", None),
     )
 
 
-def probe_source(config: AuditConfig, *, domain: bool = False) -> ProbeSource:
-    """Return where the audit's probes (or its second probe set) are read from."""
-    section = config.probes if not domain else config.domain
-    if section is None:
-        raise ConfigError("this audit has no [domain]; add [domain] path = … for a second probe set")
-    return ProbeSource(section.path, tuple(sorted(section.columns.items())))
-
-
-def run_spec(config: AuditConfig, info: CheckpointInfo, probes: ProbeSet) -> RunSpec:
-    """Return what the run is made of; its digest is the run's id."""
+def plan_spec(config: AuditConfig, role: str, *, domain: bool = False, device: str = "cpu") -> RunSpec:
+    """Return what a run would be made of on a machine with `device`; imports no torch."""
+    source = checkpoint_source(config, role)
+    info = checkpoint_info(source.ref, revision=source.revision, adapter=source.adapter)
+    probes = load_probes(probe_source(config, domain=domain))
     return RunSpec(
         checkpoint=info,
         inputs_digest=probes.inputs_digest,
@@ -181,9 +170,33 @@ def run_spec(config: AuditConfig, info: CheckpointInfo, probes: ProbeSet) -> Run
         target=target_name(config),
         targets_digest="",
         method=config.method.record(),
-        settings=capture_settings(config),
+        settings=capture_settings(config, device),
         versions=numeric_versions(),
     )
+
+
+def checkpoint_source(config: AuditConfig, role: str) -> CheckpointSource:
+    """Return where the checkpoint of a role is loaded from.
+
+    Raises
+    ------
+    ConfigError
+        When the audit has no such role, or names a stored run for it.
+    """
+    section = dict(sources(config)).get(role)
+    if section is None or section.path is None:
+        raise ConfigError(
+            f"this audit captures no checkpoint as {role!r}; give it a path in the configuration"
+        )
+    return CheckpointSource(section.path, section.revision, section.adapter, section.trust_remote_code)
+
+
+def probe_source(config: AuditConfig, *, domain: bool = False) -> ProbeSource:
+    """Return where the audit's probes (or its second probe set) are read from."""
+    section = config.probes if not domain else config.domain
+    if section is None:
+        raise ConfigError("this audit has no [domain]; add [domain] path = … for a second probe set")
+    return ProbeSource(section.path, tuple(sorted(section.columns.items())))
 
 
 def audit_regions(config: AuditConfig, probes: ProbeSet) -> tuple[Region, ...]:
@@ -200,9 +213,8 @@ def target_name(config: AuditConfig) -> str:
     return "auto" if target is None else str(target)
 
 
-def capture_settings(config: AuditConfig) -> CaptureSettings:
-    """Return the capture settings with the device, dtype and kernel that will really be used."""
-    device = device_type(config.capture.device)
+def capture_settings(config: AuditConfig, device: str) -> CaptureSettings:
+    """Return everything else of a capture that changes its numbers."""
     return CaptureSettings(
         dtype=config.capture.dtype or "float32",
         attention_implementation=config.capture.attention_implementation or "auto",

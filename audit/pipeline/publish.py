@@ -12,7 +12,7 @@ from audit.pipeline.compare import map_distances
 from audit.pipeline.examples import example_maps
 from audit.pipeline.runs import read_run
 from audit.records import Comparison, ShareTable, Verdict
-from audit.report import to_html
+from audit.report import ReportContext, to_html
 from audit.store import Store
 
 
@@ -33,8 +33,43 @@ def write_html(
     count = 6 if config is None else config.report.examples
     examples = example_maps(store, comparison, config, count=count)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(to_html(comparison, verdict, examples), encoding="utf-8")
+    context = report_context(store, comparison, verdict)
+    path.write_text(to_html(comparison, verdict, examples, context=context), encoding="utf-8")
     return path
+
+
+def report_context(store: Store, comparison: Comparison, verdict: Verdict | None) -> ReportContext:
+    """Return the provenance that reports print: digests, versions, log head, attempts."""
+    one, two = (
+        store.spec(ref.run_id) if ref is not None and store.has_run(ref.run_id) else None
+        for ref in (comparison.before, comparison.after)
+    )
+    known = two or one
+    return ReportContext(
+        before=None if one is None else one.checkpoint,
+        after=None if two is None else two.checkpoint,
+        inputs_digest=None if known is None else known.inputs_digest,
+        annotations_digest=None if known is None else known.annotations_digest,
+        versions={} if known is None else dict(known.versions),
+        log_head=store.log_head(),
+        attempt=_attempt(store, comparison, verdict),
+    )
+
+
+def _attempt(store: Store, comparison: Comparison, verdict: Verdict | None) -> int | None:
+    """Return which judgement of this pair the verdict is: 3 = two other verdicts came before it."""
+    if verdict is None or comparison.before is None or comparison.after is None:
+        return None
+    pair = (comparison.before.digest, comparison.after.digest)
+    judged = [
+        stored["comparison_id"]
+        for stored in store.comparisons()
+        if stored["outcome"] is not None
+        and stored["before"] is not None
+        and stored["after"] is not None
+        and (stored["before"]["digest"], stored["after"]["digest"]) == pair
+    ]
+    return judged.index(comparison.id) + 1 if comparison.id in judged else None
 
 
 def probe_table(store: Store, comparison: Comparison) -> dict[str, list[Any]]:

@@ -65,11 +65,16 @@ def read_run(store: Store, run_id: str, *, kind: str | None = None, layers: bool
         regions_digest=spec.regions_digest,
         identity=identity(spec),
         shares=store.share_table(run_id),
-        layer_shares=store.share_table(run_id, layers=True) if layers else None,
+        layer_shares=_layers_only(store.share_table(run_id, layers=True)) if layers else None,
         groups=groups,
         segments=segments,
         store=store,
     )
+
+
+def _layers_only(table: ShareTable) -> ShareTable:
+    keep = [i for i, column in enumerate(table.columns) if column.layer is not None]
+    return ShareTable(table.probe_ids, tuple(table.columns[i] for i in keep), table.values[:, keep])
 
 
 def run_ref(run_id: str, spec: RunSpec, kind: str | None = None) -> RunRef:
