@@ -175,9 +175,10 @@ def compare_tables(
     old, new = _values("before", before), _aligned("after", before, after)
     others = [_aligned(f"replicates[{i}]", before, one) for i, one in enumerate(replicates)]
     strong = strong_mask(replicate_kinds, len(others))
+    parts = _segment_rows(segments, len(old))
     whole = encode_groups(groups, len(old))  # type: ignore[arg-type]
     cells = _paired_cells(before.columns, old, new, others, codes=whole, strong=strong, options=options)
-    for name, rows in _segment_rows(segments, len(old)).items():
+    for name, rows in parts.items():
         part = Options(effect, name, alpha, resamples, seed, interval, sizes)
         cells += _paired_cells(
             before.columns,
