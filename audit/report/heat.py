@@ -13,7 +13,7 @@ from audit.report.wording import clip, decimals, finite, number, quantity
 WIDTH, LEFT, TOP, ROW = 740.0, 164.0, 30.0, 30.0
 WIDEST, NARROWEST_TEXT = 72.0, 38.0
 ROWS_SHOWN, LAYERS_SHOWN = 40, 96
-STRONG = 0.55
+STRONG = 0.7
 
 
 @dataclass(frozen=True)

@@ -205,7 +205,7 @@ def clean(text: str) -> str:
     >>> clean("a\x1b[31m\u202eb")
     'a␛[31m⟨U+202E⟩b'
     """
-    if text.isascii() and text.isprintable():
+    if text.isprintable():
         return text
     return "".join(_visible(text, i) if _hidden(c) else c for i, c in enumerate(text))
 
@@ -218,6 +218,8 @@ def columns(text: str) -> int:
     >>> columns("corner"), columns("角")
     (6, 2)
     """
+    if text.isascii():
+        return len(text)
     return sum(
         0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text
     )
@@ -231,13 +233,19 @@ def clip(text: str, width: int) -> str:
     >>> clip("a very long region name", 10)
     'a very lo…'
     """
-    text = clean(text[: 20 * width])
-    if columns(text) <= width:
-        return text
-    kept, used = [], 0
-    for character in text:
-        used += columns(character)
-        if used >= width:
+    cut = text[: 4 * width]  # marks take no cell: there may be more characters than cells
+    if cut.isascii() and cut.isprintable():
+        return text if len(text) <= width else f"{cut[: width - 1]}…"
+    kept: list[str] = []
+    used = 0
+    for index, character in enumerate(cut):
+        shown = _visible(cut, index) if _hidden(character) else character
+        kept.append(shown)
+        used += columns(shown)
+        if used > width:
             break
-        kept.append(character)
+    if used <= width and len(cut) == len(text):
+        return "".join(kept)
+    while used > width - 1:
+        used -= columns(kept.pop())
     return "".join(kept) + "…"
