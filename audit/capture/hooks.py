@@ -54,31 +54,31 @@ def hook_capture(layers: Mapping[str, nn.Module], receive: Receiver) -> Iterator
     thread = threading.get_ident()
     with ExitStack() as stack:
         for path, module in layers.items():
-            values: list[Tensor] = []
-            projection = next((c for n, c in module.named_children() if n in VALUE_NAMES), None)
-            if projection is not None:
-                stack.callback(projection.register_forward_hook(_keep(values, thread)).remove)
-            hook = _taking(path, values, receive, thread)
+            inner: dict[str, tuple[Tensor, Tensor]] = {}
+            for name, child in module.named_children():
+                if isinstance(getattr(child, "weight", None), Tensor):
+                    stack.callback(child.register_forward_hook(_keep(name, inner, thread)).remove)
+            hook = _taking(path, inner, receive, thread)
             stack.callback(module.register_forward_hook(hook, prepend=True).remove)
         yield
 
 
-def _keep(values: list[Tensor], thread: int) -> Any:
-    def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-        if threading.get_ident() == thread and isinstance(output, Tensor):
-            values[:] = [output.detach()]
+def _keep(name: str, inner: dict[str, tuple[Tensor, Tensor]], thread: int) -> Any:
+    def hook(_module: nn.Module, args: Any, output: Any) -> None:
+        if threading.get_ident() == thread and isinstance(output, Tensor) and args:
+            inner[name] = (args[0], output)
 
     return hook
 
 
-def _taking(path: str, values: list[Tensor], receive: Receiver, thread: int) -> Any:
+def _taking(path: str, inner: dict[str, tuple[Tensor, Tensor]], receive: Receiver, thread: int) -> Any:
     def hook(module: nn.Module, _args: Any, output: Any) -> Any:
         if threading.get_ident() != thread:
             return None
         index = _weights_index(path, module, output)
         weights, context = output[index], output[0]
-        call = AttentionCall(path, weights, *_unmixed(weights, context, values.pop() if values else None))
-        receive(call)
+        receive(AttentionCall(path, weights, *_unmixed(weights, context, inner)))
+        inner.clear()
         emptied = weights.new_empty((*weights.shape[:-1], 0))
         return tuple(emptied if i == index else item for i, item in enumerate(output))
 
@@ -100,10 +100,15 @@ def _weights_index(path: str, module: nn.Module, output: Any) -> int:
     return found[0]
 
 
-def _unmixed(weights: Tensor, context: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Split output and values into heads, where the layer leaves them comparable."""
+def _unmixed(
+    weights: Tensor, context: Tensor, inner: Mapping[str, tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor | None]:
+    """Split what the layer computed from its values, and the values, into heads where they can be told."""
     batch, heads, queries, keys = weights.shape
-    if value is None or context.dim() != 3 or value.shape != (batch, keys, context.shape[-1]):
+    value = next((inner[name][1] for name in VALUE_NAMES if name in inner), None)
+    # A projection whose output is what the layer returns took attention × values as its input.
+    mixed = next((before for before, after in inner.values() if after is context), context)
+    if value is None or mixed.dim() != 3 or value.shape != (batch, keys, mixed.shape[-1]):
         return context, None
     split = value.view(batch, keys, heads, -1).transpose(1, 2)
-    return context.reshape(batch, queries, heads, -1), split
+    return mixed.reshape(batch, queries, heads, -1), split

@@ -14,6 +14,7 @@ from audit.records import Checkpoint, Prediction, Probe
 
 Target = str | int | Sequence[str | int | None] | Mapping[str, str | int | None] | None
 LANGUAGE = ("causal-lm", "masked-lm")
+CLASSIFICATION = ("sequence-classification", "image-classification")
 
 
 def class_names(checkpoint: Checkpoint, size: int) -> list[str]:
@@ -37,6 +38,14 @@ def targets_by_probe(target: Target, probes: Sequence[Probe]) -> dict[str, Any]:
             raise ProbeError(f"{len(target)} targets for {len(probes)} probes; give one for each")
         return {probe.id: wanted for probe, wanted in zip(probes, target, strict=True)}
     return {probe.id: probe.label if target == "label" else target for probe in probes}
+
+
+def check_targets(checkpoint: Checkpoint, wanted: Mapping[str, Any], probes: Sequence[Probe]) -> None:
+    """Raise ProbeError for the first probe whose target class the checkpoint does not know."""
+    names = getattr(core_model(checkpoint.model).config, "id2label", None) or {}
+    if checkpoint.has_head and checkpoint.task in CLASSIFICATION and len(names) > 1:
+        for probe in probes:
+            class_index(wanted[probe.id], class_names(checkpoint, len(names)), probe)
 
 
 def class_index(wanted: Any, names: Sequence[str], probe: Probe) -> int | None:

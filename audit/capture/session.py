@@ -18,7 +18,7 @@ from audit.capture.inputs import Encoded, core_model, encode_image, encode_texts
 from audit.capture.layers import CapturePlan, plan_capture
 from audit.capture.passes import exclusive, fold_batch, run_model
 from audit.capture.positions import with_sink_position
-from audit.capture.predictions import Target, first_tensor, predictions, targets_by_probe
+from audit.capture.predictions import Target, check_targets, first_tensor, predictions, targets_by_probe
 from audit.capture.rows import OutputRow, decide_row, row_weights
 from audit.errors import CaptureError
 from audit.records import Captured, CaptureSettings, Checkpoint, Map, Method, Positions, Prediction, Probe
@@ -93,6 +93,7 @@ def capture(
         return
     plan = plan_capture(core_model(checkpoint.model))
     wanted = targets_by_probe(target, probes)
+    check_targets(checkpoint, wanted, probes)
     session: Session | None = None
     done = 0
 

@@ -65,7 +65,9 @@ def read_weights(row: str, n: int, special: int) -> NDArray[np.float64]:
     return weights
 
 
-def reference_layers(model: Any, tensors: dict[str, torch.Tensor], rows: NDArray[np.float64]) -> NDArray[np.float64]:
+def reference_layers(
+    model: Any, tensors: dict[str, torch.Tensor], rows: NDArray[np.float64]
+) -> NDArray[np.float64]:
     """Rollout written out: R <- (½A + ½I) R in float64, one probe, eager attentions of transformers."""
     with torch.no_grad():
         attentions = model(**tensors, output_attentions=True).attentions
@@ -118,7 +120,9 @@ def test_predictions_are_those_of_the_model_to_the_last_bit(family: str, attenti
     probes = family_probes(family)
     settings = CaptureSettings(batch_tokens=1)  # one probe at a time, as in the plain call below
     encode = encode_image if family in VISION_FAMILIES else lambda c, p: encode_texts(c, [p], settings)[0]
-    for probe, captured in zip(probes, capture(subject, probes, settings=settings, target="label"), strict=True):
+    for probe, captured in zip(
+        probes, capture(subject, probes, settings=settings, target="label"), strict=True
+    ):
         with torch.no_grad():
             logits = subject.model(**encode(subject, probe).tensors).logits[0]
         assert captured.prediction.logits == tuple(logits.double().tolist())
@@ -164,10 +168,18 @@ def test_sliding_windows_are_captured_as_the_model_uses_them() -> None:
 
 def test_learned_sinks_become_a_special_position() -> None:
     tokenizer = word_tokenizer()
-    sizes = {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}
+    sizes = {
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "intermediate_size": 32,
+    }
     model = build("GptOssForCausalLM", vocab_size=len(tokenizer), pad_token_id=0, sliding_window=64, **sizes)
     subject = checkpoint(model, tokenizer)
-    for item, captured in zip(encode_texts(subject, text_probes(), CaptureSettings()), capture(subject, text_probes()), strict=True):
+    for item, captured in zip(
+        encode_texts(subject, text_probes(), CaptureSettings()), capture(subject, text_probes()), strict=True
+    ):
         found = captured.maps[0]
         assert len(found.weights) == len(item) + 1
         assert found.positions.special[-1]
@@ -180,7 +192,9 @@ def test_learned_sinks_become_a_special_position() -> None:
         np.testing.assert_allclose(found.weights[:-1], R[-1], atol=1e-6)
 
 
-@pytest.mark.parametrize("architecture", ["BloomForCausalLM", "FalconForCausalLM", "MPNetForSequenceClassification"])
+@pytest.mark.parametrize(
+    "architecture", ["BloomForCausalLM", "FalconForCausalLM", "MPNetForSequenceClassification"]
+)
 def test_families_off_the_interface_are_captured_through_hooks(architecture: str) -> None:
     tokenizer = word_tokenizer()
     names = {"n_layer": 3, "n_head": 4} if architecture == "BloomForCausalLM" else {}
