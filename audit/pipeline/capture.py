@@ -12,7 +12,7 @@ from audit.errors import ProbeError
 from audit.pipeline.plan import CheckpointSource, Progress, RunPlan, load_probes
 from audit.probes import load_annotations
 from audit.records import Captured, CaptureSettings, Checkpoint, Probe, Region, Reliance
-from audit.regions import reliance
+from audit.regions import check_regions_match, reliance
 from audit.store import Store
 
 
@@ -111,18 +111,22 @@ def capture_run(plan: RunPlan, *, progress: Progress | None = None) -> str:
 
 
 def check_run(plan: RunPlan) -> None:
-    """Refuse before the first shard what would fail in a later one: over-long probes, no determinism.
+    """Refuse before the first shard what would fail later: empty regions, long probes, no determinism.
 
     Raises
     ------
     ProbeError
-        Listing every probe that is longer than the checkpoint allows.
+        Naming every region that no probe has, or every probe that is longer than the checkpoint allows.
     CaptureError
         When the same probe twice through the checkpoint gives two maps.
     """
     from audit.capture import check_determinism, check_probes
 
     probes = load_probes(plan.probes).probes
+    try:
+        check_regions_match(plan.spec.regions, probes)
+    except ValueError as error:
+        raise ProbeError(f"{plan.probes.path}: {error}") from None
     with LOADER.use(plan.source, plan.device, plan.spec.settings) as checkpoint:
         check_probes(checkpoint, probes, plan.spec.settings)
         check_determinism(checkpoint, probes, method=plan.spec.method, settings=plan.spec.settings)

@@ -17,6 +17,9 @@ from audit.pipeline.runs import RunData, mismatches, read_run
 from audit.records import Cell, Column, Comparison, Policy, ShareTable
 from audit.store import Store
 
+AUTOMATIC = frozenset({"special", "first", "rest"})
+"""Regions that every audit has where the architecture has such positions."""
+
 DISTANCES = {"js_distance": js_distance, "wasserstein": wasserstein}
 
 
@@ -69,6 +72,7 @@ def compare_runs(
     before, after = _as_run(before, store), _as_run(after, store)
     repeats = [_as_run(one, store, kind="seed") for one in replicates]
     check_comparable(before, after, repeats, paired=paired)
+    before, after, *repeats = in_common(before, after, *repeats)
     if paired:
         cells, identical = _paired_cells(before, after, repeats, statistics)
     else:
@@ -162,12 +166,36 @@ def check_comparable(before: RunData, after: RunData, repeats: Sequence[RunData]
                 "or name the second as [domain]"
             )
     for other in [after, *repeats]:
-        if set(other.shares.columns) != set(before.shares.columns):
-            odd = {c.region for c in set(other.shares.columns) ^ set(before.shares.columns)}
+        odd = {column.region for column in set(other.shares.columns) ^ set(before.shares.columns)} - AUTOMATIC
+        if odd:
             raise ProbeError(
                 f"{before.ref.run_id} and {other.ref.run_id} have different regions "
                 f"({', '.join(sorted(odd))}); capture both with one [regions]"
             )
+
+
+def in_common(*runs: RunData) -> tuple[RunData, ...]:
+    """Return the runs with the columns that all of them have, in one order."""
+    shares = [column for column in runs[0].shares.columns if all(column in r.shares.columns for r in runs)]
+    layered = [run.layer_shares for run in runs]
+    layers = [
+        column
+        for column in (layered[0].columns if layered[0] is not None else ())
+        if all(table is not None and column in table.columns for table in layered)
+    ]
+    return tuple(
+        replace(
+            run,
+            shares=_columns(run.shares, shares),
+            layer_shares=None if run.layer_shares is None else _columns(run.layer_shares, layers),
+        )
+        for run in runs
+    )
+
+
+def _columns(table: ShareTable, wanted: Sequence[Column]) -> ShareTable:
+    place = {column: i for i, column in enumerate(table.columns)}
+    return ShareTable(table.probe_ids, tuple(wanted), table.values[:, [place[c] for c in wanted]])
 
 
 def _select(run: RunData, wanted: set[str]) -> RunData:
@@ -263,7 +291,8 @@ def _interaction_cells(
     domain: tuple[RunData, RunData, Sequence[RunData]],
     statistics: Statistics,
 ) -> list[Cell]:
-    before_domain, after_domain, repeats_domain = domain
+    before_domain, after_domain, *repeats_domain = in_common(domain[0], domain[1], *domain[2])
+    check_comparable(before, before_domain, (), paired=False)
     cells = _table_cells(before_domain, after_domain, repeats_domain, statistics, "model_on_domain")
     cells += _unpaired_cells(before, before_domain, statistics)
     options = _options(before, repeats, statistics)

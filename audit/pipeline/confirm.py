@@ -9,6 +9,7 @@ import numpy as np
 
 from audit.compare import compare_tables
 from audit.config import AuditConfig
+from audit.errors import ProbeError
 from audit.pipeline.capture import LOADER
 from audit.pipeline.plan import Progress, RunPlan, load_probes, plan_run
 from audit.pipeline.runs import read_run
@@ -90,7 +91,10 @@ def _drops(plan: RunPlan, region: Region) -> _Drop | None:
         if not checkpoint.has_head:
             return None
         weights = [_weights(region, one, probe) for one, probe in _positions(plan, probes)]
-        occlusions = occlude(checkpoint, probes, weights, targets="label", settings=plan.spec.settings)
+        try:
+            occlusions = occlude(checkpoint, probes, weights, targets="label", settings=plan.spec.settings)
+        except ProbeError:
+            return None  # the labels are no classes of this checkpoint: no target logit to watch
     changes = [occlusion.change for occlusion in occlusions]
     values = np.array([np.nan if change is None else -change for change in changes])
     return None if np.isnan(values).all() else _Drop(values, occlusions[0].occlusion)

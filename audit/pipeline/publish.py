@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from audit.config import AuditConfig
-from audit.pipeline.compare import map_distances
+from audit.pipeline.compare import in_common, map_distances
 from audit.pipeline.examples import example_maps
 from audit.pipeline.runs import read_run
-from audit.records import Comparison, ShareTable, Verdict
+from audit.records import Comparison, Verdict
 from audit.report import ReportContext, to_html
 from audit.store import Store
 
@@ -96,9 +96,9 @@ def probe_table(store: Store, comparison: Comparison) -> dict[str, list[Any]]:
         for (measure, column), values in map_distances(before, after).items()
         if column.layer is None
     }
-    values_after = _aligned(after.shares, before.shares)
+    before, after = in_common(before, after)
     for index, column in enumerate(before.shares.columns):
-        old, new = before.shares.values[:, index], values_after[:, index]
+        old, new = before.shares.values[:, index], after.shares.values[:, index]
         table["probe_id"] += before.shares.probe_ids
         table["stream"] += [column.stream] * len(old)
         table["region"] += [column.region] * len(old)
@@ -108,11 +108,6 @@ def probe_table(store: Store, comparison: Comparison) -> dict[str, list[Any]]:
         for measure in ("js_distance", "wasserstein"):
             table[measure] += _nullable(distances[measure, column.stream])
     return table
-
-
-def _aligned(table: ShareTable, like: ShareTable) -> np.ndarray[Any, Any]:
-    order = [table.columns.index(column) for column in like.columns]
-    return table.values[:, order]
 
 
 def _nullable(values: np.ndarray[Any, Any]) -> list[float | None]:
