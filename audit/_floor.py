@@ -20,7 +20,7 @@ from audit.calibrate import (
 from audit.records import STRONG_KINDS, Cell, Policy, ReplicateTest, Rule
 
 WANTED_REPLICATES = 5
-_MOST_REPLICATES = 200
+_REPLICATES_TRIED = (*range(3, 21), 25, 30, 40, 50, 75, 100)
 _MOST_PROBES = 1_000_000
 
 
@@ -194,8 +194,8 @@ def replicates_needed(
             excess_pvalue(excess, test.sd or 0.0, count, alternative=alternative) <= policy.alpha / rules
         )
 
-    for count in range(k + 1, _MOST_REPLICATES + 1):
-        if settles(count, variance):
+    for count in _REPLICATES_TRIED:
+        if count > k and settles(count, variance):
             return f"about {plural(count, 'replicate')} instead of {k}"
     noun, units = ("probe", cell.n_probes) if cell.n_clusters is None else ("group", cell.n_clusters)
     for factor in (2, 4, 10, 100):

@@ -276,7 +276,8 @@ def excess_interval(
     """Return the interval of level 1 − 2α of an excess shift.
 
     SE² = sd²(1+1/k) + v; degrees of freedom by Satterthwaite, Biometrics Bulletin 2 (1946) 110:
-    SE⁴ / ((sd²(1+1/k))²/df + v²/df_v).
+    SE⁴ / ((sd²(1+1/k))²/df + v²/df_v). Simulated coverage at nominal 90 % is 90–92 %, at three replicates
+    88 %.
 
     Examples
     --------
