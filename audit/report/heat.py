@@ -11,7 +11,7 @@ from audit.report.forest import LABEL_WIDTH
 from audit.report.wording import clip, decimals, finite, number, quantity
 
 WIDTH, LEFT, TOP, ROW = 740.0, 164.0, 30.0, 30.0
-WIDEST, NARROWEST_TEXT = 72.0, 38.0
+WIDEST, CHARACTER = 72.0, 8.2
 ROWS_SHOWN, LAYERS_SHOWN = 40, 96
 STRONG = 0.7
 
@@ -64,20 +64,26 @@ def _size(cell: Cell | None) -> float:
     return abs(cell.value) if cell is not None and cell.value is not None and finite(cell.value) else 0.0
 
 
-def _heat_cell(cell: Cell | None, x: float, y: float, largest: float, width: float) -> HeatCell:
-    places = decimals(largest)
+def _places(largest: float, width: float) -> int | None:
+    """Return as many decimals as a cell has room for; None where not even one figure fits."""
+    wanted = decimals(largest)
+    least = wanted - 1 if largest < 0.1 else 1
+    fits = [places for places in range(wanted, least - 1, -1) if CHARACTER * (places + 2) <= width]
+    return fits[0] if fits else None
+
+
+def _heat_cell(cell: Cell | None, x: float, y: float, largest: float, places: int | None) -> HeatCell:
     if cell is None or cell.value is None or not finite(cell.value):
         reason = clip(cell.reason or "no number", 120) if cell is not None else "not computed"
-        return HeatCell(x, y, "none", 0.0, False, "–" if width >= NARROWEST_TEXT else "", reason)
+        return HeatCell(x, y, "none", 0.0, False, "–" if places is not None else "", reason)
     opacity = abs(cell.value) / largest if largest else 0.0
-    text = number(cell.value, places, signed=True) if width >= NARROWEST_TEXT else ""
     return HeatCell(
         x=x,
         y=y,
         sign="down" if cell.value < 0 else "up",
         opacity=round(opacity, 3),
         strong=opacity > STRONG,
-        text=text,
+        text=number(cell.value, places, signed=True) if places is not None else "",
         full=f"{rows.where_cell(cell)}: {quantity(cell.measure, cell.value)}",
     )
 
@@ -95,6 +101,7 @@ def heat_map(comparison: Comparison) -> Heat | None:
     layers = sorted({layer for _, row in shown for layer in row})[:LAYERS_SHOWN]
     width = min(WIDEST, (WIDTH - LEFT - 2) / len(layers))
     largest = max(_size(cell) for _, row in shown for cell in row.values())
+    places = _places(largest, width)
     names = [(rows.where(region, stream=stream), row) for (region, stream), row in shown]
     step = max(1, -(-22 // int(max(width, 1.0)))) if width < 22 else 1
     return Heat(
@@ -107,7 +114,7 @@ def heat_map(comparison: Comparison) -> Heat | None:
             if j % step == 0
         ),
         cells=tuple(
-            _heat_cell(row.get(layer), round(LEFT + width * j, 1), TOP + ROW * i, largest, width)
+            _heat_cell(row.get(layer), round(LEFT + width * j, 1), TOP + ROW * i, largest, places)
             for i, (_, row) in enumerate(names)
             for j, layer in enumerate(layers)
         ),

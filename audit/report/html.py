@@ -179,14 +179,15 @@ def _page(
 ) -> dict[str, Any]:
     """Return everything that the page shows, the examples aside."""
     outcome = rows.status(verdict)
-    head, detail = rows.split_headline(clip(rows.headline(comparison, verdict), rows.SENTENCE_WIDTH))
+    head, detail = rows.split_headline(rows.headline(comparison, verdict))
+    plots = forests(comparison, verdict) if comparison is not None else []
     ordered = rows.worst_first(rows.rules_of(verdict))
     rule_rows = [rows.rule_row(found) for found in ordered[:rule_cap]]
     return {
         "outcome": outcome,
         "accent": rule_rows[0].outcome if rule_rows and outcome == "PASS" else outcome,
-        "headline": head,
-        "detail": detail,
+        "headline": clip(head, 240),
+        "detail": clip(detail, rows.SENTENCE_WIDTH),
         "title": clip(context.title or _identifier(comparison, verdict) or "comparison", 80),
         "created": clip(context.created or "", 60),
         "compared": facts.compared(comparison),
@@ -196,7 +197,9 @@ def _page(
         "settle": rows.to_settle(verdict)[:ENTRIES_SHOWN],
         "sides": _sides(comparison, context),
         "setup": _setup(comparison, verdict, context),
-        "forests": forests(comparison, verdict) if comparison is not None else [],
+        "forests": plots,
+        "legend": {bound.kind for plot in plots for row in plot.rows for bound in row.bounds},
+        "noise": any(row.replicates for plot in plots for row in plot.rows),
         "heat": heat_map(comparison) if comparison is not None else None,
         "cells": _cells(comparison, verdict, cell_cap),
         "confirmations": _confirmations(comparison, verdict),

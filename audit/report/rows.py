@@ -255,11 +255,11 @@ def pvalue(value: float | None) -> str:
     Examples
     --------
     >>> pvalue(0.04217), pvalue(1e-9)
-    ('0.042', '<0.0001')
+    ('.042', '<.0001')
     """
     if not finite(value) or value is None:
         return MISSING
-    return "<0.0001" if value < 0.0001 else f"{value:.2g}"
+    return "<.0001" if value < 0.0001 else f"{value:.2g}".replace("0.", ".", 1)
 
 
 def _equals(value: float) -> str:

@@ -616,6 +616,14 @@ def test_heat_map_needs_layers_and_survives_many():
     assert len(heat.layers) < 60
 
 
+@pytest.mark.parametrize(("value", "layers"), [(0.06, 12), (0.006, 12), (0.0006, 12), (0.6, 12), (0.06, 24)])
+def test_heat_map_prints_numbers_only_where_they_fit(value, layers):
+    heat = heat_map(comparison(layer_cells({"up": value, "down": -value}, layers)))
+    longest = max(len(cell.text) for cell in heat.cells)
+    assert 8 * longest <= heat.cell_width
+    assert (longest > 0) == (layers == 12 and value > 0.001)
+
+
 def test_window_finds_the_neighbours_that_changed_most():
     rng = np.random.default_rng(5)
     for _ in range(20):
