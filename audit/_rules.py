@@ -166,7 +166,7 @@ def precheck(cell: Cell, rule: Rule, comparison: Comparison, policy: Policy) -> 
     if cell.value is None:
         reason = cell.reason or f"{cell.measure} is undefined"
         return _open(cell, rule, comparison, reason=reason, needed="probes in which it is defined")
-    if comparison.identical_maps and cell.effect != "data" and cell.measure != "level":
+    if _unmoved(cell, comparison) and cell.measure != "level":
         return identical(cell, rule, comparison)
     total = cell.n_probes + cell.n_missing
     if 2 * cell.n_missing > total:
@@ -184,6 +184,13 @@ def precheck(cell: Cell, rule: Rule, comparison: Comparison, policy: Policy) -> 
         reason = cell.reason or "the interval is undefined"
         return _open(cell, rule, comparison, reason=reason, needed="more probes")
     return None
+
+
+def _unmoved(cell: Cell, comparison: Comparison) -> bool:
+    """Return whether the checkpoints' maps are identical where this cell looks."""
+    if cell.effect in ("model_on_domain", "interaction"):  # a second probe set may show more
+        return comparison.identical_maps and cell.value == 0
+    return comparison.identical_maps and cell.effect == "model"
 
 
 def identical(cell: Cell, rule: Rule, comparison: Comparison) -> RuleVerdict:
@@ -259,7 +266,7 @@ def judge_limit(cell: Cell, rule: Rule, comparison: Comparison, policy: Policy) 
         reason="the interval crosses the limit" if outcome is Outcome.INCONCLUSIVE else None,
         **_floor_facts(floor, either, policy, 1),
     )
-    hidden = comparison.identical_maps and cell.effect != "data" and not comparison.same_weights
+    hidden = _unmoved(cell, comparison) and not comparison.same_weights
     return identical(cell, rule, comparison) if hidden and outcome is Outcome.PASS else found
 
 

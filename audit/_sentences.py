@@ -84,10 +84,14 @@ def movement(cell: Cell) -> str:
     return f"{effect}the attention map did not measurably move{_at(cell)}"
 
 
+def _name(measure: str) -> str:
+    return measure.replace("_", " ").replace("js ", "JS ").replace("kl ", "KL ")
+
+
 def measured(cell: Cell) -> str:
     """Return the numbers: share before and after, value, interval."""
     if cell.value is None:
-        return f"{cell.measure.replace('_', ' ')} is undefined"
+        return f"{_name(cell.measure)} is undefined"
     signed = cell.measure not in DISTANCES and cell.measure not in ("level", "ratio")
     digits = decimals_for(cell.value, *(cell.interval or ()))
     parts = []
@@ -95,7 +99,7 @@ def measured(cell: Cell) -> str:
         ends = decimals_for(cell.before, cell.after)
         kind = "shift" if cell.effect == "interaction" else "share"
         parts.append(f"{kind} {number(cell.before, ends)} → {number(cell.after, ends)}")
-    name = "share after" if cell.measure == "level" else cell.measure.replace("_", " ")
+    name = "share after" if cell.measure == "level" else _name(cell.measure)
     text = f"{name} {number(cell.value, digits, signed=signed)}"
     if cell.interval is not None:
         text += " [{}, {}]".format(*(number(v, digits, signed=signed) for v in cell.interval))
@@ -132,7 +136,7 @@ def limit_sentence(cell: Cell, rule: Rule, outcome: Outcome, bounds: tuple[float
     elif outcome is Outcome.FAIL:
         head = f"{movement(cell)}, beyond the limit"
     elif outcome is Outcome.PASS:
-        head = f"{movement(cell)}, within the limit" if signed else f"{_kept(cell)} within the limit"
+        head = f"{movement(cell)}, within the limit" if signed else _kept(cell)
     else:
         head = f"{_EFFECTS[cell.effect]}the attention map may or may not be beyond the limit{_at(cell)}"
     return "; ".join(
@@ -141,7 +145,9 @@ def limit_sentence(cell: Cell, rule: Rule, outcome: Outcome, bounds: tuple[float
 
 
 def _kept(cell: Cell) -> str:
-    return f"{_EFFECTS[cell.effect]}the attention map stayed{_at(cell)}"
+    if cell.measure in ("level", "ratio"):
+        return f"{_EFFECTS[cell.effect]}the attention map's share{_at(cell)} is within the limit"
+    return f"{_EFFECTS[cell.effect]}the attention map stayed within the limit{_at(cell)}"
 
 
 def explanation(explained: bool | None) -> str:

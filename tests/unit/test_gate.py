@@ -383,6 +383,13 @@ def test_identical_maps_say_nothing_about_the_data():
     expect(judge(both, limit(effect="data")), "FAIL", 3)
 
 
+def test_identical_maps_on_one_probe_set_say_nothing_about_the_other():
+    both = comparison(cell(0.0, 0.0), cell(0.1, effect="model_on_domain"), identical_maps=True)
+    expect(judge(both, limit(effect="model_on_domain")), "FAIL", 3)
+    still = comparison(cell(0.0, 0.0), cell(0.0, 0.0, effect="model_on_domain"), identical_maps=True)
+    expect(judge(still, limit(effect="model_on_domain")), "INCONCLUSIVE", 4)
+
+
 @pytest.mark.parametrize("rule", [limit(), excess()])
 @pytest.mark.parametrize("fields", [{"n_probes": 19}, {"n_clusters": 7}])
 def test_fewer_probes_than_the_minimum_are_inconclusive(rule, fields):

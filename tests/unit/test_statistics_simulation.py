@@ -222,7 +222,7 @@ def test_gate_alarms_on_harmless_retraining_no_more_than_alpha_and_is_often_open
 def test_gate_with_holm_keeps_the_family_error_over_ten_rules():
     policy = Policy((Rule("*", "excess", within=1e6),), effect_floor=0.0)
     wrong = []
-    for look in range(300):
+    for look in range(150):
         rows = audits(5, 10, seed=1000 + look)
         cells = tuple(
             Cell("shift", f"r{i}", value=r[0], interval=(r[0], r[0]), n_probes=99, replicates=tuple(r[1:]))
