@@ -268,6 +268,14 @@ class Store:
         """Return whether the comparison is stored."""
         return self._comparisons.has(comparison_id)
 
+    def comparison_ids(self) -> list[str]:
+        """Return the ids of stored comparisons, sorted."""
+        return self._comparisons.ids()
+
+    def comparison_manifest(self, comparison_id: str) -> dict[str, Any]:
+        """Return one comparison's manifest after checking that nothing in it was changed."""
+        return self._comparisons.manifest(comparison_id)
+
     def comparisons(self) -> list[dict[str, Any]]:
         """Return the manifests of comparisons (runs, outcome, sentence, policy), oldest first."""
         return self._comparisons.manifests()
