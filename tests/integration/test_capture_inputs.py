@@ -316,7 +316,7 @@ def test_progress_counts_every_probe() -> None:
 # --- images -----------------------------------------------------------------------------------
 
 PROCESSORS = {
-    "vit": lambda: image_processor(),
+    "vit": image_processor,
     "deit": lambda: transformers.DeiTImageProcessorPil(
         size={"height": 40, "width": 40}, crop_size={"height": 32, "width": 32}
     ),

@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from audit._tasks import BACKBONE, task_of
 from audit.records import Checkpoint, CheckpointInfo, Probe
 
-WORDS = ["the", "film", "was", "truly", "very", "good", "bad", "dull", "fine", "and", "she", "he", "liked", "it", "a", "not", "so", "plot", "her", "his", "acting"]
+WORDS = ["the", "film", "was", "truly", "very", "good", "bad", "dull", "fine", "and", "she"]
+WORDS += ["he", "liked", "it", "a", "not", "so", "plot", "her", "his", "acting"]
 TEXTS = (
     "The film was good.",
     "She liked it",
