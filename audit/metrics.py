@@ -307,7 +307,7 @@ def top_k_overlap(p: ArrayLike, q: ArrayLike, k: int) -> Result:
     0.5
     """
     before, after = checked_pair(p, q)
-    if not 1 <= k <= before.shape[-1]:
+    if not isinstance(k, int | np.integer) or not 1 <= k <= before.shape[-1]:
         raise ValueError(f"k: expected an integer in [1, {before.shape[-1]}], got {k}")
     top = [map_ >= np.partition(map_, -k, axis=-1)[..., -k, None] for map_ in (before, after)]
     larger = np.maximum(top[0].sum(-1), top[1].sum(-1))

@@ -94,9 +94,9 @@ def encoder_decoder_rollout(
     source = top.new_zeros(batch, steps, top.shape[-1])
     prefix = torch.eye(steps, dtype=top.dtype, device=top.device).repeat(batch, 1, 1)
     for index, (layer, cross_layer) in enumerate(zip(decoder, cross, strict=True)):
-        mixed = add_residual(_fused("decoder", index, layer), weights[index])
+        mixed = add_residual(_fused("decoder", index, layer).to(top.device), weights[index])
         source, prefix = mixed @ source, mixed @ prefix
-        fused = _fused("cross", index, cross_layer)
+        fused = _fused("cross", index, cross_layer).to(top.device)
         source, prefix = cross_rollout_step(source, prefix, fused @ top, betas[index])
     return restore(source, decoder[0]), restore(prefix, decoder[0])
 

@@ -95,7 +95,7 @@ def attention_flow(
     for sample in range(batch):
         for position, row in enumerate(chosen):
             flows[sample, position] = _row_flows(mixed[:, sample], row)
-    return restore(torch.from_numpy(flows).to(as_working("attentions", like[:0]).dtype), like)
+    return _like_attention(torch.from_numpy(flows), like)
 
 
 def normalized_flow(flow: Array) -> Array:
@@ -140,8 +140,7 @@ def flow_bound(attentions: Sequence[Array] | Array, *, residual: Residual = 0.5)
     """
     layers = as_layers("attentions", attentions)
     lowest = torch.from_numpy(mixed_layers(layers[:1], _lowest(residual, len(layers)))[0])
-    dtype = as_working("attentions", layers[0][:0]).dtype
-    return restore(lowest.sum(-2).clamp_max(1.0).to(dtype), layers[0])
+    return _like_attention(lowest.sum(-2).clamp_max(1.0), layers[0])
 
 
 def saturated_share(flow: Array, bound: Array, *, tolerance: float = 1e-6) -> Array:
@@ -248,6 +247,12 @@ def _check_cost(flows: int, edges: int, max_seconds: float) -> None:
             f"rows: expected at most {max_seconds:.0f} s of work, got {flows:,} max-flows over {edges:,} "
             f"edges, about {seconds / 60:,.0f} minutes; ask for fewer rows or raise max_seconds"
         )
+
+
+def _like_attention(values: torch.Tensor, like: Array) -> Array:
+    """Return `values` in the working precision, on the device and as the kind of `like`."""
+    empty = as_working("attentions", like[:0])
+    return restore(values.to(device=empty.device, dtype=empty.dtype), like)
 
 
 def _lowest(residual: Residual, layers: int) -> Residual:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
 import torch
 
 from audit.methods._arrays import (
@@ -185,7 +186,9 @@ def _check_pruning(discard_ratio: float, discard_below: float | None, top_k: int
         raise ValueError(f"discard_ratio: expected a share in [0, 1), got {discard_ratio}")
     if discard_below is not None and not 0 <= discard_below <= 1:
         raise ValueError(f"discard_below: expected a share in [0, 1], got {discard_below}")
-    if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
+    if top_k is not None and (
+        isinstance(top_k, bool) or not isinstance(top_k, int | np.integer) or top_k < 1
+    ):
         raise ValueError(f"top_k: expected an integer >= 1, got {top_k!r}")
 
 

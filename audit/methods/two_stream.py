@@ -123,7 +123,7 @@ def self_step(relevances: Relevances, stream: Stream, weighted: AnyArray) -> Rel
     ValueError
         When `stream` is unknown or the shape of `weighted` does not fit.
     """
-    layer = as_working("weighted", weighted)
+    layer = as_working("weighted", weighted).to(relevances.first_first.device)
     first_first, first_second, second_first, second_second = relevances
     if stream == "first":
         _check_fits(layer, first_first.shape)
@@ -170,12 +170,12 @@ def cross_step(
     own, other = scaled(before.first_first), scaled(before.second_second)
     after = list(before)
     if first is not None:
-        layer = as_working("first", first)
+        layer = as_working("first", first).to(own.device)
         _check_fits(layer, before.first_second.shape)
         after[0] = after[0] + layer @ before.second_first
         after[1] = after[1] + own.transpose(1, 2) @ (layer @ other)
     if second is not None:
-        layer = as_working("second", second)
+        layer = as_working("second", second).to(own.device)
         _check_fits(layer, before.second_first.shape)
         after[2] = after[2] + other.transpose(1, 2) @ (layer @ own)
         after[3] = after[3] + layer @ before.first_second

@@ -204,6 +204,17 @@ def test_swapping_the_streams_swaps_the_relevances():
     np.testing.assert_allclose(found.first_first, swapped.second_second)
 
 
+def test_either_direction_of_co_attention_may_be_left_out():
+    forth, back = np.random.default_rng(16).random((2, 1, 2, 3, 3))
+    whole = two_stream_relevance([CoAttention(forth, forth, back, back)])
+    only_back = two_stream_relevance(
+        [CoAttention(second=torch.tensor(back), second_gradient=torch.tensor(back))]
+    )
+    assert isinstance(only_back.second_first, torch.Tensor)
+    np.testing.assert_array_equal(only_back.second_first.numpy(), whole.second_first)
+    assert (only_back.first_second == 0).all()
+
+
 def test_unnormalised_two_stream_relevance_uses_the_self_relevance_as_it_is():
     one = np.ones((1, 1, 1, 1))
     steps = [SelfAttention("first", one, 3 * one), CoAttention(one, one)]
@@ -218,6 +229,10 @@ def test_unnormalised_two_stream_relevance_uses_the_self_relevance_as_it_is():
         (
             [SelfAttention("first", np.ones((1, 1, 2, 2)), np.ones((1, 1, 2, 2)))],
             r"streams 'first' and 'second'",
+        ),
+        (
+            [CoAttention(np.ones((1, 1, 2, 3)), np.ones((1, 1, 2, 3))), CoAttention()],
+            r"steps\[1\]: expected attention of at least one stream to the other, got none",
         ),
         ([CoAttention(np.ones((1, 1, 2, 3)))], r"steps\[0\]: gradient: expected one .*got None"),
         (

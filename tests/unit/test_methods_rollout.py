@@ -438,6 +438,10 @@ def test_arguments_are_not_written_to():
             {"head_fusion": "weighted", "head_weights": [[1.0, 1.0]] * 2},
             r"head_weights: expected a sum of 1, got 2",
         ),
+        (
+            {"head_fusion": "weighted", "head_weights": [[0.5, 0.5]]},
+            r"head_weights: expected one vector for each",
+        ),
         ({"head_fusion": "weighted", "head_weights": [[1.0]] * 2}, r"head_weights: expected 2 weights"),
         ({"mask": np.ones((1, 3), dtype=bool)}, r"mask: expected bool .*got torch.bool of shape \(1, 3\)"),
         ({"mask": np.ones((1, 4))}, r"mask: expected bool .*got torch.float64"),
@@ -451,6 +455,7 @@ def test_rollout_refuses_a_wrong_option(options, message):
 @pytest.mark.parametrize(
     ("attention", "message"),
     [
+        (["weights"], r"attentions\[0\]: expected \(batch, head, query, key\), got str"),
         ([], r"attentions: expected at least one layer, got none"),
         ((None, None), r"attentions\[0\]: expected \(batch, head, query, key\), got NoneType"),
         (np.ones((2, 3, 3)), r"attentions: expected \(layer, batch, head, query, key\)"),
