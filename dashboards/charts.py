@@ -1,0 +1,332 @@
+"""Altair charts: numbers come ready from cells and tables; nothing is estimated here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import altair as alt
+import numpy as np
+
+from audit.records import Cell, RuleVerdict
+from audit.report import rows
+from audit.report.wording import change, clip, quantity, span
+from dashboards.theme import OUTCOMES, SHAPES, Palette
+
+ROW = 40
+PICK = "pick"
+LABEL_WIDTH = 22
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row of the forest plot: a cell, what judged it, and the name that it is drawn under."""
+
+    name: str
+    cell: Cell
+    judged: tuple[RuleVerdict, ...] = ()
+
+    @property
+    def outcome(self) -> str:
+        """Return the worst outcome of its rules, COMPARED without any."""
+        return rows.shown_outcome(self.judged[0]) if self.judged else "COMPARED"
+
+
+def zone(found: RuleVerdict, center: float) -> tuple[float, float] | None:
+    """Return the shifts that a rule allows; infinite where one side is free, None where it cannot be said."""
+    rule = found.rule
+    if rule.kind == "excess":
+        within = found.limit if found.limit is not None else rule.within
+        return (center - abs(within), center + abs(within)) if isinstance(within, int | float) else None
+    bound = found.limit if found.limit is not None else rule.fail
+    if bound is None:
+        return None
+    return (
+        -math.inf if rule.direction == "increase" else -abs(bound),
+        math.inf if rule.direction == "decrease" else abs(bound),
+    )
+
+
+def forest(lines: Sequence[Line], colours: Palette, *, measure: str = "shift") -> alt.LayerChart:
+    """Return shifts with intervals, limits, and the noise floor: one row a region.
+
+    Parameters
+    ----------
+    lines : sequence of Line
+        Drawn from top to bottom.
+    colours : Palette
+    measure : str
+        Names the axis.
+    """
+    points = [_point(line) for line in lines]
+    limits = [limit for line in lines for limit in _limits(line)]
+    dots = [
+        {"name": line.name, "value": value, "text": quantity(measure, value)}
+        for line in lines
+        for value in line.cell.replicates
+    ]
+    order = [line.name for line in lines]
+    low, high = _extent(points, limits, dots)
+    x = alt.X(
+        "value:Q",
+        title=f"{measure.replace('_', ' ')} (after − before, share of the content)",
+        scale=alt.Scale(domain=[low, high], nice=False),
+        axis=alt.Axis(grid=True, gridColor=colours.line, tickCount=7, format="+.3~f", domain=False),
+    )
+    y = alt.Y(
+        "name:N", sort=order, title=None, axis=alt.Axis(labelLimit=190, ticks=False, domain=False, labelPadding=10)
+    )
+    base = alt.Chart(alt.Data(values=points)).encode(y=y)
+    band = (
+        base.transform_filter("datum.band_low != null")
+        .mark_bar(height=18, cornerRadius=3, color=colours.noise, opacity=0.75)
+        .encode(x=x.copy(), x2="band_high:Q")
+    )
+    band = band.encode(x=_same(x, "band_low:Q"))
+    zero = alt.Chart(alt.Data(values=[{"value": 0}])).mark_rule(color=colours.soft).encode(x=x)
+    ticks = (
+        alt.Chart(alt.Data(values=limits))
+        .mark_tick(thickness=2.5, size=26, color=colours.edge)
+        .encode(x=x, y=y, tooltip=[alt.Tooltip("text:N", title="policy allows")])
+    )
+    replicates = (
+        alt.Chart(alt.Data(values=dots))
+        .mark_point(size=34, filled=False, color=colours.dot, strokeWidth=1.3)
+        .encode(x=x, y=y, tooltip=[alt.Tooltip("text:N", title="one harmless re-training")])
+    )
+    colour = alt.Color(
+        "outcome:N", scale=alt.Scale(domain=list(OUTCOMES), range=list(colours.outcomes)), legend=None
+    )
+    bars = (
+        base.transform_filter("datum.low != null")
+        .mark_rule(strokeWidth=3, strokeCap="round")
+        .encode(x=_same(x, "low:Q"), x2="high:Q", color=colour)
+    )
+    marks = (
+        base.transform_filter("datum.value != null")
+        .mark_point(size=110, filled=True, opacity=1, stroke=colours.page, strokeWidth=1.2)
+        .encode(
+            x=x,
+            color=colour,
+            shape=alt.Shape(
+                "outcome:N", scale=alt.Scale(domain=list(OUTCOMES), range=list(SHAPES)), legend=None
+            ),
+            tooltip=[
+                alt.Tooltip("name:N", title="region"),
+                alt.Tooltip("shown:N", title=measure),
+                alt.Tooltip("interval:N"),
+                alt.Tooltip("levels:N", title="share"),
+                alt.Tooltip("floor:N", title="noise floor"),
+                alt.Tooltip("probes:N"),
+                alt.Tooltip("outcome:N", title="verdict"),
+            ],
+        )
+    )
+    numbers = base.mark_text(
+        align="right", baseline="middle", fontSize=12, fontWeight=600, color=colours.ink
+    ).encode(x=alt.value("width"), text="shown:N")
+    return _finish(
+        alt.layer(band, zero, ticks, replicates, bars, marks, numbers), max(2, len(lines)) * ROW, colours
+    )
+
+
+def _same(channel: alt.X, field: str) -> alt.X:
+    other = channel.copy()
+    other.shorthand = field
+    return other
+
+
+def _point(line: Line) -> dict[str, Any]:
+    cell, floor = line.cell, rows.cell_floor(line.cell)
+    low, high = cell.interval or (None, None)
+    return {
+        "name": line.name,
+        "value": cell.value,
+        "low": low,
+        "high": high,
+        "band_low": floor[0] - 2 * floor[1] if floor else None,
+        "band_high": floor[0] + 2 * floor[1] if floor else None,
+        "outcome": line.outcome,
+        "shown": quantity(cell.measure, cell.value, like=cell.interval),
+        "interval": span(cell.measure, cell.interval),
+        "levels": change(cell.before, cell.after),
+        "floor": rows.cell_row(cell).floor,
+        "probes": rows.probes(cell.n_probes, cell.n_missing, cell.n_clusters),
+    }
+
+
+def _limits(line: Line) -> list[dict[str, Any]]:
+    floor = rows.cell_floor(line.cell)
+    found = []
+    for judged in line.judged:
+        allowed = zone(judged, floor[0] if floor else 0.0)
+        text = f"{rows.rule_row(judged).limit} ({judged.rule.kind})"
+        found += [
+            {"name": line.name, "value": end, "text": text, "kind": judged.rule.kind}
+            for end in allowed or ()
+            if math.isfinite(end)
+        ]
+    return found
+
+
+def _extent(*tables: list[dict[str, Any]]) -> tuple[float, float]:
+    keys = ("value", "low", "high", "band_low", "band_high")
+    values = [row[key] for table in tables for row in table for key in keys if row.get(key) is not None]
+    low, high = min([0.0, *values]), max([0.0, *values])
+    width = (high - low) or 0.02
+    return low - 0.06 * width, high + 0.2 * width
+
+
+def heat_map(cells: Sequence[Cell], order: Sequence[str], colours: Palette) -> alt.LayerChart:
+    """Return the shift by region (row) and layer (column), on one symmetric scale around zero.
+
+    Parameters
+    ----------
+    cells : sequence of Cell
+        One for each region × layer; drawn with a dash where there is no value.
+    order : sequence of str
+        Names of the rows from top to bottom.
+    """
+    values = [
+        {
+            "name": rows.where(cell.region, stream=cell.stream),
+            "layer": cell.layer,
+            "value": cell.value,
+            "shown": quantity(cell.measure, cell.value, like=cell.interval) if cell.value is not None else "–",
+            "interval": span(cell.measure, cell.interval) or (cell.reason or "not defined"),
+            "levels": change(cell.before, cell.after),
+        }
+        for cell in cells
+    ]
+    largest = max((abs(row["value"]) for row in values if row["value"] is not None), default=0.0) or 1e-9
+    for row in values:
+        row["strong"] = row["value"] is not None and abs(row["value"]) > 0.62 * largest
+    layers = sorted({row["layer"] for row in values})
+    x = alt.X(
+        "layer:O",
+        title="layer (0 is nearest the input)",
+        axis=alt.Axis(labelAngle=0, ticks=False, domain=False, labelOverlap=True),
+    )
+    y = alt.Y(
+        "name:N",
+        sort=list(order),
+        title=None,
+        axis=alt.Axis(labelLimit=190, ticks=False, domain=False, labelPadding=10),
+    )
+    base = alt.Chart(alt.Data(values=values)).encode(x=x, y=y)
+    tiles = base.mark_rect(stroke=colours.page, strokeWidth=2, cornerRadius=3).encode(
+        color=alt.Color(
+            "value:Q",
+            scale=alt.Scale(
+                domain=[-largest, 0, largest],
+                range=[colours.down, colours.middle, colours.up],
+                interpolate="lab",
+            ),
+            legend=alt.Legend(
+                title="shift", orient="right", gradientLength=110, format="+.2~f", values=[-largest, 0, largest]
+            ),
+        ),
+        tooltip=[
+            alt.Tooltip("name:N", title="region"),
+            alt.Tooltip("layer:O"),
+            alt.Tooltip("shown:N", title="shift"),
+            alt.Tooltip("interval:N"),
+            alt.Tooltip("levels:N", title="share"),
+        ],
+    )
+    parts = [tiles]
+    if len(layers) <= 13:
+        parts.append(
+            base.mark_text(fontSize=12).encode(
+                text="shown:N",
+                color=alt.condition(
+                    "datum.strong", alt.value(colours.page), alt.value(colours.ink)
+                ),
+            )
+        )
+    return _finish(alt.layer(*parts), max(2, len(order)) * 34, colours)
+
+
+def histogram(
+    values: np.ndarray[Any, Any], mean: float | None, colours: Palette, *, title: str, bins: int = 41
+) -> alt.LayerChart:
+    """Return how a shift is distributed over probes; zero and the mean are marked.
+
+    Parameters
+    ----------
+    values : float array (probe,)
+        Finite.
+    mean : float or None
+        The cell's own value.
+    """
+    reach = float(np.abs(values).max(initial=0.0)) or 0.01
+    counts, edges = np.histogram(values, bins=bins, range=(-reach, reach))
+    bars = [
+        {"low": float(edges[i]), "high": float(edges[i + 1]), "count": int(n), "side": _side(edges[i], edges[i + 1])}
+        for i, n in enumerate(counts)
+        if n
+    ]
+    x = alt.X(
+        "low:Q",
+        title=title,
+        scale=alt.Scale(domain=[-reach, reach], nice=False),
+        axis=alt.Axis(format="+.2~f", grid=False, tickCount=7),
+    )
+    columns = (
+        alt.Chart(alt.Data(values=bars))
+        .mark_bar(binSpacing=1)
+        .encode(
+            x=x,
+            x2="high:Q",
+            y=alt.Y("count:Q", title="probes", axis=alt.Axis(tickMinStep=1, tickCount=4, gridColor=colours.line)),
+            color=alt.Color(
+                "side:N",
+                scale=alt.Scale(
+                    domain=["fell", "about zero", "rose"], range=[colours.down, colours.dot, colours.up]
+                ),
+                legend=None,
+            ),
+            tooltip=[
+                alt.Tooltip("low:Q", format="+.4f", title="from"),
+                alt.Tooltip("high:Q", format="+.4f", title="to"),
+                alt.Tooltip("count:Q", title="probes"),
+            ],
+        )
+    )
+    marks = [{"at": 0.0, "what": "zero"}] + ([{"at": mean, "what": "mean"}] if mean is not None else [])
+    rules = (
+        alt.Chart(alt.Data(values=marks))
+        .mark_rule(strokeWidth=1.8)
+        .encode(
+            x=alt.X("at:Q"),
+            color=alt.condition("datum.what == 'mean'", alt.value(colours.ink), alt.value(colours.soft)),
+            strokeDash=alt.condition("datum.what == 'mean'", alt.value([1, 0]), alt.value([4, 3])),
+            tooltip=[alt.Tooltip("what:N", title="line"), alt.Tooltip("at:Q", format="+.4f")],
+        )
+    )
+    return _finish(alt.layer(columns, rules), 190, colours)
+
+
+def _side(low: float, high: float) -> str:
+    return "fell" if high <= 0 else "rose" if low >= 0 else "about zero"
+
+
+def _finish(chart: alt.LayerChart, height: int, colours: Palette) -> alt.LayerChart:
+    """Set size and letters, and offer the figure as PNG and SVG."""
+    actions = {"export": {"svg": True, "png": True}, "source": False, "compiled": False, "editor": False}
+    return (
+        chart.properties(width="container", height=height, usermeta={"embedOptions": {"actions": actions}})
+        .configure_view(stroke=None)
+        .configure_axis(
+            labelColor=colours.ink, titleColor=colours.soft, titleFontWeight="normal", labelFontSize=12.5
+        )
+        .configure_legend(labelColor=colours.soft, titleColor=colours.soft, titleFontWeight="normal")
+        .configure(background="transparent")
+    )
+
+
+def name_of(cell: Cell) -> str:
+    """Return the name under which a cell's region is drawn."""
+    return clip(rows.where(cell.region, stream=cell.stream), LABEL_WIDTH + 18)

@@ -1,0 +1,189 @@
+"""What the pages show, read from the store once and kept: files of a store never change."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import streamlit as st
+
+from audit.errors import AuditError
+from audit.pipeline import compare_subset
+from audit.pipeline.compare import Statistics
+from audit.records import Cell, Comparison, Map, Verdict
+from audit.store import Store
+
+if TYPE_CHECKING:
+    import polars as pl
+
+STORE_VARIABLE = "ROLLOUT_AUDIT_STORE"
+DEFAULT_STORE = "data/store"
+RESAMPLES = 999
+"""For selections: enough to look at; the verdict's own intervals use the policy's number."""
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Manifests, oldest first, and one line for each that cannot be read."""
+
+    manifests: tuple[Mapping[str, Any], ...]
+    problems: tuple[str, ...] = ()
+
+
+def store() -> Store:
+    """Return the store that this dashboard was started on."""
+    return _open(os.environ.get(STORE_VARIABLE) or DEFAULT_STORE)
+
+
+@st.cache_resource(max_entries=4, show_spinner=False)
+def _open(url: str) -> Store:
+    return Store(url)
+
+
+def comparisons() -> Listing:
+    """Return the manifests of comparisons; a damaged one hides no other."""
+    where = store()
+    return _listing(where.comparisons, where.comparison_ids, where.comparison_manifest)
+
+
+def runs() -> Listing:
+    """Return the manifests of runs; a damaged one hides no other."""
+    where = store()
+    return _listing(where.runs, where.run_ids, where.manifest)
+
+
+def _listing(
+    every: Callable[[], list[dict[str, Any]]], ids: Callable[[], list[str]], one: Callable[[str], dict[str, Any]]
+) -> Listing:
+    try:
+        return Listing(tuple(every()))
+    except AuditError:
+        pass
+    found, problems = [], []
+    for name in ids():
+        try:
+            found.append(one(name))
+        except AuditError as error:
+            problems.append(str(error))
+    return Listing(tuple(sorted(found, key=lambda m: str(m["provenance"]["time"]))), tuple(problems))
+
+
+def approvals() -> Listing:
+    """Return the approvals, and what cannot be read of them."""
+    try:
+        return Listing(tuple(store().approvals()))
+    except AuditError as error:
+        return Listing((), (str(error),))
+
+
+def comparison(name: str) -> Comparison:
+    """Return a stored comparison with every cell."""
+    return _comparison(str(store().root), name)
+
+
+def verdict(name: str) -> Verdict | None:
+    """Return the verdict of a stored comparison, None where no policy was judged."""
+    return _verdict(str(store().root), name)
+
+
+def probe_rows(name: str) -> pl.DataFrame:
+    """Return the comparison's rows per probe × stream × region."""
+    return _probe_rows(str(store().root), name)
+
+
+def answers(before: str, after: str) -> pl.DataFrame:
+    """Return what both checkpoints answered, one row a probe, in the order of the probes.
+
+    Columns: ``probe_id, label, group, segments, predicted_before, predicted_after,
+    confidence_before, confidence_after, change``; change is ``same``, ``changed``, ``newly wrong``,
+    ``fixed`` or null where nothing is predicted.
+    """
+    return _answers(str(store().root), before, after)
+
+
+def subset(name: str, probe_ids: Sequence[str]) -> tuple[Cell, ...]:
+    """Return the shift cells of a selection of probes."""
+    return _subset(str(store().root), name, tuple(probe_ids))
+
+
+def map_of(run_id: str, probe_id: str, stream: str) -> Map:
+    """Return one stored map."""
+    return _map_of(str(store().root), run_id, probe_id, stream)
+
+
+@st.cache_resource(max_entries=128, show_spinner=False)
+def _comparison(root: str, name: str) -> Comparison:
+    return _open(root).comparison(name)
+
+
+@st.cache_resource(max_entries=1024, show_spinner=False)
+def _verdict(root: str, name: str) -> Verdict | None:
+    return _open(root).verdict(name)
+
+
+@st.cache_resource(max_entries=8, show_spinner=False)
+def _probe_rows(root: str, name: str) -> pl.DataFrame:
+    return _open(root).comparison_probes(name)
+
+
+@st.cache_resource(max_entries=64, show_spinner=False)
+def _map_of(root: str, run_id: str, probe_id: str, stream: str) -> Map:
+    return _open(root).map_of(run_id, probe_id, stream)
+
+
+@st.cache_resource(max_entries=16, show_spinner="Comparing the selected probes …")
+def _subset(root: str, name: str, probe_ids: tuple[str, ...]) -> tuple[Cell, ...]:
+    whole = _comparison(root, name)
+    statistics = Statistics(alpha=whole.alpha, resamples=RESAMPLES)
+    return compare_subset(_open(root), whole, probe_ids, statistics=statistics)
+
+
+@st.cache_resource(max_entries=8, show_spinner=False)
+def _answers(root: str, before: str, after: str) -> pl.DataFrame:
+    import polars as pl
+
+    where = _open(root)
+    one, two = (_answered(where.predictions(run)) for run in (before, after))
+    kept = one.select("probe_id", "label", "group", "segments", "predicted", "confidence")
+    both = kept.join(
+        two.select("probe_id", "predicted", "confidence"), on="probe_id", suffix="_after", maintain_order="left"
+    ).rename({"predicted": "predicted_before", "confidence": "confidence_before"})
+    right_before, right_after = (pl.col(f"predicted_{side}") == pl.col("label") for side in ("before", "after"))
+    change = (
+        pl.when(pl.col("predicted_before").is_null() | pl.col("predicted_after").is_null())
+        .then(None)
+        .when(right_before & ~right_after)
+        .then(pl.lit("newly wrong"))
+        .when(~right_before & right_after)
+        .then(pl.lit("fixed"))
+        .when(pl.col("predicted_before") != pl.col("predicted_after"))
+        .then(pl.lit("changed"))
+        .otherwise(pl.lit("same"))
+    )
+    return both.with_columns(change.alias("change"))
+
+
+def _answered(rows: pl.DataFrame) -> pl.DataFrame:
+    """Add the softmax share of the predicted class, and segments as plain mappings."""
+    import numpy as np
+    import polars as pl
+
+    def confidence(logits: Sequence[float] | None) -> float | None:
+        if logits is None or len(logits) < 2:
+            return None
+        shares = np.exp(np.asarray(logits) - np.max(logits))
+        return float(shares.max() / shares.sum())
+
+    shares = [confidence(logits) for logits in rows["logits"].to_list()]
+    segments = [_as_text(value) for value in rows["segments"].to_list()]
+    return rows.with_columns(
+        pl.Series("confidence", shares, dtype=pl.Float64),
+        pl.Series("segments", segments, dtype=pl.List(pl.String)),
+    )
+
+
+def _as_text(value: Any) -> list[str]:
+    pairs = value.items() if isinstance(value, Mapping) else [(v["key"], v["value"]) for v in value or ()]
+    return [f"{key}={item}" for key, item in pairs if item is not None]

@@ -1,0 +1,1 @@
+"""The pages, one module each: load, draw, and nothing else."""

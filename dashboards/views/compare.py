@@ -1,0 +1,372 @@
+"""Comparison: the verdict in one sentence, then where, in which layer, and on which probes it moved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import streamlit as st
+
+from audit.records import Cell, Comparison, Verdict
+from audit.report import facts, rows
+from audit.report.wording import change, count, quantity, span
+from dashboards import blocks, charts, data, selection, state, theme
+from dashboards.selection import Selected
+from dashboards.views import probes_table
+
+KEYS = ("comparison", "effect", *selection.KEYS, "region")
+EFFECTS = {
+    "model": "other checkpoint, same probes",
+    "data": "same checkpoint, other probes",
+    "model_on_domain": "other checkpoint, on the second probe set",
+    "interaction": "interaction of checkpoint and probes",
+}
+
+
+def page() -> None:
+    """Draw the comparison that the selection names, or the newest one."""
+    st.title("Comparison", anchor=False)
+    manifests = list(reversed(data.comparisons().manifests))
+    if not manifests:
+        st.info("There is no comparison in this store yet; `audit run audit.toml` makes one.", icon=":material/inbox:")
+        return
+    name = choose_comparison(manifests)
+    comparison, verdict = data.comparison(name), data.verdict(name)
+    hero(comparison, verdict)
+    answers = None
+    with blocks.section():
+        answers = selection.answers_of(comparison)
+    chosen = _filters(comparison, answers)
+    cells = _cells(name, comparison, chosen)
+    judged = None if chosen is not None and chosen.filtered else verdict
+    _forest(comparison, cells, judged)
+    _layers(comparison, cells)
+    _distribution(name, comparison, cells, chosen)
+    _segments(comparison)
+    if chosen is not None:
+        probes_table.draw(name, chosen)
+    _rules(verdict)
+    _methods(comparison, manifests)
+    _cell_table(comparison, cells)
+    state.publish(*KEYS)
+    blocks.share_link()
+
+
+def choose_comparison(manifests: Sequence[Mapping[str, Any]]) -> str:
+    """Draw the list of comparisons, newest first, and return the chosen one."""
+    names = [str(one["comparison_id"]) for one in manifests]
+    titles = {str(one["comparison_id"]): _title(one) for one in manifests}
+    asked = state.get("comparison")
+    if asked is not None and asked not in names:
+        st.warning(
+            f"The link asks for {blocks.clip(asked, 40)}, which is not in this store (it may have been removed, "
+            "or belong to another store). The newest comparison is shown instead.",
+            icon=":material/link_off:",
+        )
+        state.put(comparison=None)
+    chosen = state.pick(
+        st.selectbox, "Comparison", "comparison", names, default=names[0], format_func=lambda name: titles[name]
+    )
+    state.put(comparison=chosen)
+    return str(chosen)
+
+
+def _title(one: Mapping[str, Any]) -> str:
+    before, after = ((one[side] or {}).get("checkpoint") for side in ("before", "after"))
+    return (
+        f"{one['outcome'] or rows.COMPARED} · {blocks.pair_name(before, after)} · {one['method']} · "
+        f"{blocks.when(one['provenance']['time'])} · {one['comparison_id']}"
+    )
+
+
+def hero(comparison: Comparison, verdict: Verdict | None) -> None:
+    """Draw the verdict, its sentence, and what was compared."""
+    status = rows.status(verdict)
+    head, detail = rows.split_headline(rows.headline(comparison, verdict))
+    before, after = comparison.before, comparison.after
+    pair = blocks.pair_name(before.checkpoint if before else None, after.checkpoint if after else None)
+    caveats = "".join(f"<p class='detail'>{blocks.text(one, 600)}</p>" for one in facts.caveats(comparison, verdict))
+    blocks.html(
+        f'<div class="hero {status}">{blocks.badge(status)} <span class="pair">&nbsp;{blocks.text(pair)}</span>'
+        f'<p class="headline">{blocks.text(rows.full_sentence(head), 600)}</p>'
+        f'<p class="detail">{blocks.text(detail, 900)}</p>{caveats}'
+        f"{blocks.figures(_figures(comparison))}</div>"
+    )
+
+
+def _figures(comparison: Comparison) -> list[tuple[str, str, str]]:
+    groups = count(comparison.n_clusters, "group") if comparison.n_clusters else ""
+    items = [(blocks.term("probe", "Probes"), f"{comparison.n_probes:,}", blocks.text(groups))]
+    kinds = facts.replicates(comparison)
+    number = len(comparison.replicates)
+    items.append((blocks.term("replicate", "Replicates"), str(number), blocks.text(kinds.partition("(")[2].rstrip(")"))))
+    found = comparison.predictions
+    if "accuracy_before" in found:
+        accuracy = change(found["accuracy_before"], found["accuracy_after"])
+        items.append(("Accuracy", accuracy, f"{found['newly_wrong']} became wrong, {found['fixed']} right"))
+    if "changed" in found:
+        items.append(("Changed class", f"{found['changed']:,}", f"of {found['n']:,} predictions"))
+    distance = next(comparison.find("*", "js_distance"), None)
+    if distance is not None and distance.value is not None:
+        items.append(
+            (blocks.term("JS distance"), quantity("js_distance", distance.value), "mean over probes; 0 to 1")
+        )
+    for one in comparison.confirmations[:1]:
+        word = "confirmed" if one.confirmed else "not confirmed"
+        items.append(("Occlusion", word, f"{blocks.text(one.region)}: logit {quantity('logit', one.difference)}"))
+    return items
+
+
+def _filters(comparison: Comparison, answers: Any) -> Selected | None:
+    if answers is None:
+        if comparison.kind == "paired":
+            blocks.note("The runs of this comparison are no longer in the store: probes cannot be filtered.")
+        return None
+    st.subheader("Which probes", anchor=False, help="Every plot and table below follows these filters.")
+    chosen = selection.choose(answers)
+    if chosen.filtered and len(chosen.rows):
+        blocks.note(
+            f"<b>{len(chosen.rows):,} of {chosen.total:,} probes.</b> The plots show this selection; the verdict "
+            "above is about all probes, and a selection made after looking proves nothing by itself."
+        )
+    return chosen
+
+
+def _cells(name: str, comparison: Comparison, chosen: Selected | None) -> tuple[Cell, ...]:
+    """Return all cells, or those of the selected probes."""
+    if chosen is None or not chosen.filtered:
+        return comparison.cells
+    if not len(chosen.rows):
+        st.info("No probe fits these filters; widen them to see plots.", icon=":material/filter_alt_off:")
+        return ()
+    with blocks.section():
+        return data.subset(name, chosen.rows["probe_id"].to_list())
+    return ()
+
+
+def shifts(cells: Sequence[Cell], effect: str, *, layers: bool = False) -> list[Cell]:
+    """Return the shift cells of one effect over all segments: of the whole stack, or of each layer."""
+    return [
+        cell
+        for cell in cells
+        if cell.measure == "shift"
+        and cell.effect == effect
+        and cell.segment is None
+        and (cell.layer is not None) == layers
+    ]
+
+
+def _effect(comparison: Comparison) -> str:
+    present = [e for e in EFFECTS if any(c.effect == e and c.measure == "shift" for c in comparison.cells)]
+    chosen = state.get("effect")
+    return chosen if chosen in present else (present[0] if present else "model")
+
+
+def _forest(comparison: Comparison, cells: Sequence[Cell], verdict: Verdict | None) -> None:
+    level = facts.level(comparison, verdict)
+    with blocks.section("Where the attention map moved", "Mean shift of each region, with everything it is judged by."):
+        present = [e for e in EFFECTS if any(c.effect == e and c.measure == "shift" for c in comparison.cells)]
+        if len(present) > 1:
+            state.pick(
+                st.segmented_control, "What is compared", "effect", present, default=present[0],
+                format_func=EFFECTS.__getitem__, required=True,
+            )
+        found = rows.by_size(shifts(cells, _effect(comparison)))
+        if not found:
+            st.info("No shift was computed for this selection.")
+            return
+        judged = rows.judged_by(verdict)
+        lines = [charts.Line(charts.name_of(c), c, tuple(judged.get(rows.cell_key(c), ()))) for c in found[:40]]
+        st.altair_chart(charts.forest(lines, theme.palette()), alt=f"Shift of {len(lines)} regions")
+        _legend(level)
+        if len(found) > 40:
+            blocks.note(f"The 40 largest of {len(found)} regions; all stand in the table below.")
+
+
+def _legend(level: str) -> None:
+    mark = '<svg width="26" height="14" aria-hidden="true">{}</svg>'
+    rule = mark.format(
+        '<line x1="2" x2="24" y1="7" y2="7" stroke="var(--ra-ink)" stroke-width="2.5"/>'
+        '<circle cx="13" cy="7" r="4.5" fill="var(--ra-ink)"/>'
+    )
+    band = mark.format('<rect x="2" y="1" width="22" height="12" rx="2" fill="var(--ra-noise)"/>')
+    dot = mark.format('<circle cx="13" cy="7" r="3.5" fill="none" stroke="var(--ra-dot)" stroke-width="1.4"/>')
+    tick = mark.format('<line x1="13" x2="13" y1="0" y2="14" stroke="var(--ra-edge)" stroke-width="2.5"/>')
+    blocks.html(
+        f'<ul class="legend"><li>{rule}{blocks.term("shift", "mean shift")} with {level} '
+        f'{blocks.term("interval")}</li>'
+        f'<li>{tick}{blocks.term("limit", "limit of the policy")}</li>'
+        f'<li>{dot}one harmless re-training</li>'
+        f'<li>{band}{blocks.term("noise floor")} (mean ± 2 SD)</li></ul>'
+    )
+
+
+def _layers(comparison: Comparison, cells: Sequence[Cell]) -> None:
+    with blocks.section("In which layer", blocks.GLOSSARY["layer"]):
+        effect = _effect(comparison)
+        found = shifts(cells, effect, layers=True)
+        if not found:
+            blocks.note("This comparison holds no layers: the runs were made without them, or come from a floor.")
+            return
+        order = [charts.name_of(c) for c in rows.by_size(shifts(cells, effect))][:30]
+        found = [cell for cell in found if charts.name_of(cell) in order]
+        st.altair_chart(charts.heat_map(found, order, theme.palette()), alt="Shift by region and layer")
+        blocks.note(
+            "Each column is the map as it stands after that layer. Orange: the region gained share; blue: it "
+            "lost share. Fine-tuning usually moves the last layers most."
+        )
+
+
+def choose_region(cells: Sequence[Cell]) -> str | None:
+    """Draw the choice of one region; the one that moved most comes first."""
+    names = list(dict.fromkeys(f"{c.region}" for c in rows.by_size(cells)))
+    if not names:
+        return None
+    return state.pick(
+        st.selectbox, "Region", "region", names, default=names[0], format_func=lambda n: blocks.clip(n, 60), width=260
+    )
+
+
+def _distribution(name: str, comparison: Comparison, cells: Sequence[Cell], chosen: Selected | None) -> None:
+    if comparison.kind != "paired" or chosen is None or not len(chosen.rows):
+        return
+    with blocks.section("How it is spread over the probes", "One probe, one shift: does a mean hide two groups?"):
+        import polars as pl
+
+        found = shifts(cells, _effect(comparison))
+        region = choose_region(found)
+        table = data.probe_rows(name)
+        if region is None or table.is_empty():
+            blocks.note("This comparison holds no table of probes.")
+            return
+        wanted = table.filter(pl.col("region") == region)
+        wanted = wanted.join(chosen.rows.select("probe_id"), on="probe_id", how="semi")
+        values = wanted["shift"].drop_nulls().to_numpy()
+        missing = wanted["shift"].null_count()
+        if not len(values):
+            st.info(f"{blocks.clip(region, 60)} has no position in any of these probes.")
+            return
+        cell = next((c for c in found if c.region == region), None)
+        st.altair_chart(
+            charts.histogram(
+                values,
+                cell.value if cell else None,
+                theme.palette(),
+                title=f"shift of {blocks.clip(region, 40)} in one probe",
+            ),
+            alt=f"Distribution of the shift of {blocks.clip(region, 40)} over probes",
+        )
+        rose, fell = int((values > 0).sum()), int((values < 0).sum())
+        gone = f"; {count(missing, 'probe')} without this region" if missing else ""
+        blocks.note(
+            f"Rose in {rose:,} and fell in {fell:,} of {count(len(values), 'probe')}{gone}. "
+            "Solid line: the mean; dashed: no change."
+        )
+
+
+def _segments(comparison: Comparison) -> None:
+    found = [c for c in comparison.cells if c.measure == "shift" and c.segment and c.layer is None]
+    if not found:
+        return
+    with blocks.section("By segment", "The same shift, in each part of the probe set; over all probes, unfiltered."):
+        regions = list(dict.fromkeys(c.region for c in found))
+        region = state.get("region")
+        region = region if region in regions else _largest(comparison, regions)
+        lines = [
+            charts.Line(blocks.clip(str(c.segment), 40), c)
+            for c in found
+            if c.region == region and c.effect == _effect(comparison)
+        ]
+        blocks.note(f"Region: <b>{blocks.text(region)}</b>, as chosen above.")
+        st.altair_chart(charts.forest(lines[:30], theme.palette()), alt=f"Shift of {region} by segment")
+
+
+def _largest(comparison: Comparison, regions: Sequence[str]) -> str:
+    ranked = rows.by_size(shifts(comparison.cells, _effect(comparison)))
+    return next((c.region for c in ranked if c.region in regions), regions[0])
+
+
+def _rules(verdict: Verdict | None) -> None:
+    with blocks.section("What the policy asked", "Every rule with its value, pass or fail."):
+        if verdict is None:
+            blocks.note("No policy was judged: give the audit.toml [[gate.rules]] and run `audit gate`.")
+            return
+        body = []
+        for found in rows.worst_first(verdict.rules):
+            row = rows.rule_row(found)
+            notes = "".join(f"<small>{blocks.text(one)}</small>" for one in row.notes)
+            body.append(
+                (
+                    blocks.badge(row.outcome),
+                    f"<b>{blocks.text(row.where)}</b><small>{blocks.text(row.condition)}</small>",
+                    f"{blocks.text(row.value)} <small>{blocks.text(row.interval)}</small>",
+                    f"{blocks.text(row.limits)}",
+                    f"{blocks.text(row.noise)}",
+                    blocks.text(row.detectable),
+                    f"{blocks.text(row.sentence, 700)}{notes}",
+                )
+            )
+        head = ("", blocks.term("region"), blocks.term("shift"), blocks.term("limit", "allowed"))
+        head += (blocks.term("noise floor"), blocks.term("detectable"), "in words")
+        blocks.html(blocks.table(head, body))
+
+
+def _methods(comparison: Comparison, manifests: Sequence[Mapping[str, Any]]) -> None:
+    """Draw the shifts that other methods found between the same two checkpoints."""
+    one, two = comparison.before, comparison.after
+    if one is None or two is None:
+        return
+    same = [
+        m for m in manifests
+        if m["before"] and m["after"]
+        and (m["before"]["digest"], m["after"]["digest"]) == (one.digest, two.digest)
+        and m["kind"] == comparison.kind
+    ]
+    methods = {str(m["method"]): str(m["comparison_id"]) for m in reversed(same)}
+    if len(methods) < 2:
+        return
+    with blocks.section("Do other methods agree", "The same two checkpoints, maps made in another way."):
+        found = {method: data.comparison(name) for method, name in methods.items()}
+        table = {
+            method: {c.region: c for c in shifts(c_.cells, "model")} for method, c_ in found.items()
+        }
+        regions = [c.region for c in rows.by_size(shifts(comparison.cells, "model"))]
+        body = [
+            [f"<b>{blocks.text(region)}</b>"] + [_short(table[m].get(region)) for m in table] for region in regions
+        ]
+        blocks.html(blocks.table(("region", *(blocks.text(m) for m in table)), body))
+
+
+def _short(cell: Cell | None) -> str:
+    if cell is None or cell.value is None:
+        return "–"
+    return f"{quantity('shift', cell.value, like=cell.interval)}<small>{span('shift', cell.interval)}</small>"
+
+
+def _cell_table(comparison: Comparison, cells: Sequence[Cell]) -> None:
+    with st.expander(f"Every number of this comparison ({len(cells):,} rows)"), blocks.section():
+        frame = cell_frame(cells)
+        st.dataframe(frame, hide_index=True, height=360)
+        blocks.downloads(f"{comparison.id}-cells", frame)
+
+
+def cell_frame(cells: Sequence[Cell]) -> Any:
+    """Return cells as a polars table, one row each."""
+    import polars as pl
+
+    return pl.DataFrame(
+        [
+            {
+                "measure": c.measure, "region": c.region, "stream": c.stream, "layer": c.layer,
+                "effect": c.effect, "segment": c.segment, "before": c.before, "after": c.after,
+                "value": c.value, "low": c.interval[0] if c.interval else None,
+                "high": c.interval[1] if c.interval else None, "sd": c.sd, "size": c.size, "pvalue": c.pvalue,
+                "excess": c.excess.excess if c.excess else None,
+                "minimum_detectable_shift": c.excess.minimum_detectable_shift if c.excess else None,
+                "replicates": list(c.replicates), "n_probes": c.n_probes, "n_missing": c.n_missing,
+                "reason": c.reason,
+            }
+            for c in cells
+        ],
+        infer_schema_length=None,
+    )

@@ -1,0 +1,257 @@
+"""Overview: every model with its latest verdict, and what is still open."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import streamlit as st
+
+from audit.records import Verdict
+from audit.report import rows
+from audit.report.wording import count, quantity, span
+from dashboards import blocks, data, state
+
+PAGE = 20
+ORDER = ("ERROR", "FAIL", "INCONCLUSIVE", "PASS", "COMPARED")
+EVERY = "all"
+
+
+@dataclass(frozen=True)
+class Model:
+    """One line of audits: the same pair of checkpoints by name, and all its comparisons in time."""
+
+    name: str
+    method: str
+    kind: str
+    history: tuple[Mapping[str, Any], ...]
+
+    @property
+    def latest(self) -> Mapping[str, Any]:
+        """Return the manifest of the newest comparison."""
+        return self.history[-1]
+
+    @property
+    def outcome(self) -> str:
+        """Return the newest outcome."""
+        return str(self.latest["outcome"] or rows.COMPARED)
+
+
+def models(manifests: Sequence[Mapping[str, Any]]) -> list[Model]:
+    """Return the comparisons by model, the worst newest verdict first."""
+    grouped: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for one in manifests:
+        sides = [(one[side] or {}).get("checkpoint", "") for side in ("before", "after")]
+        grouped.setdefault((*sides, one["method"], one["kind"]), []).append(one)
+    found = [
+        Model(blocks.pair_name(key[0], key[1]), key[2], key[3], tuple(history)) for key, history in grouped.items()
+    ]
+    newest = sorted(found, key=lambda model: str(model.latest["provenance"]["time"]), reverse=True)
+    return sorted(newest, key=lambda model: ORDER.index(model.outcome))
+
+
+def page() -> None:
+    """Draw the overview."""
+    st.title("Overview", anchor=False)
+    listing = data.comparisons()
+    _problems(listing.problems)
+    if not listing.manifests:
+        _empty()
+        return
+    found = models(listing.manifests)
+    _counts(found)
+    _news(listing.manifests)
+    shown = _filtered(found)
+    state.publish("outcome", "find")
+    limit = st.session_state.setdefault("overview shown", PAGE)
+    for model in shown[:limit]:
+        _card(model)
+    if not shown:
+        st.info("No audit fits this filter.", icon=":material/filter_alt_off:")
+    if len(shown) > limit and st.button(f"Show {min(PAGE, len(shown) - limit)} more of {len(shown)}"):
+        st.session_state["overview shown"] = limit + PAGE
+        st.rerun()
+    _table(found)
+
+
+def _problems(problems: Sequence[str]) -> None:
+    for problem in problems[:5]:
+        st.warning(blocks.clip(problem, 500), icon=":material/report:")
+    if len(problems) > 5:
+        st.warning(f"{len(problems) - 5} more cannot be read; `audit verify` lists them.")
+
+
+def _empty() -> None:
+    n_runs = len(data.runs().manifests)
+    st.info(
+        f"This store ({data.store().root.name}) holds "
+        + (f"{count(n_runs, 'run')}, but no comparison yet. " if n_runs else "nothing yet. ")
+        + "Run `audit run audit.toml` to compare two checkpoints, or `audit demo` for an example; "
+        "the verdict then stands here.",
+        icon=":material/inbox:",
+    )
+
+
+def _counts(found: Sequence[Model]) -> None:
+    parts = []
+    for outcome in ORDER:
+        number = sum(model.outcome == outcome for model in found)
+        if number:
+            parts.append(f'<span class="{outcome}"><b>{number}</b>{outcome}</span>')
+    blocks.html(f'<div class="counts" role="list" aria-label="latest verdicts">{"".join(parts)}</div>')
+
+
+def _news(manifests: Sequence[Mapping[str, Any]]) -> None:
+    listing = data.approvals()
+    _problems(listing.problems)
+    if not listing.manifests:
+        blocks.note(f"{count(len(manifests), 'comparison')} in this store; nothing has been approved yet.")
+        return
+    last = max(listing.manifests, key=lambda one: str(one["provenance"]["time"]))
+    time = str(last["provenance"]["time"])
+    new = [one for one in manifests if str(one["provenance"]["time"]) > time]
+    bad = sum(one["outcome"] in ("FAIL", "ERROR", "INCONCLUSIVE") for one in new)
+    blocks.note(
+        f"Since the last approval ({blocks.text(blocks.when(time))}): {count(len(new), 'new comparison')}, "
+        f"{bad} of them not passed."
+    )
+
+
+def _filtered(found: Sequence[Model]) -> list[Model]:
+    present = [outcome for outcome in ORDER if any(model.outcome == outcome for model in found)]
+    if len(found) < 4:
+        return list(found)
+    with st.container(horizontal=True, vertical_alignment="bottom"):
+        outcome = state.pick(
+            st.segmented_control, "Verdict", "outcome", [EVERY, *present], default=EVERY, required=True
+        )
+        wanted = st.text_input("Find a model", state.get("find") or "", placeholder="part of a name", width=260)
+    state.put(find=wanted or None)
+    return [
+        model
+        for model in found
+        if outcome in (EVERY, None, model.outcome) and wanted.casefold() in model.name.casefold()
+    ]
+
+
+def _card(model: Model) -> None:
+    latest = model.latest
+    name = str(latest["comparison_id"])
+    with blocks.section(), st.container(border=True):
+        left, right = st.columns([5, 2], vertical_alignment="center")
+        with left:
+            head, detail = rows.split_headline(_sentence(latest))
+            blocks.html(
+                f'{blocks.badge(model.outcome)} <span class="pair">&nbsp;{blocks.text(model.name)}</span>'
+                f'<p style="margin:.55rem 0 .3rem">{blocks.text(rows.full_sentence(head))}</p>'
+                f'<p class="note">{_remark(model)}</p>{_settle(name, model.outcome)}'
+            )
+        with right:
+            _figure(name, model)
+            state.link("compare", "Open the comparison", ":material/arrow_forward:", comparison=name)
+
+
+def _sentence(manifest: Mapping[str, Any]) -> str:
+    sentence = str(manifest["sentence"] or "No policy was judged; the comparison shows what moved")
+    return sentence[:1].upper() + sentence[1:]
+
+
+def _remark(model: Model) -> str:
+    latest = model.latest
+    parts = [
+        blocks.when(latest["provenance"]["time"]),
+        count(int(latest["n_probes"]), "probe"),
+        f"method {latest['method']}",
+        count(len(latest["replicates"]), "replicate"),
+    ]
+    if model.kind == "unpaired":
+        parts.append("two probe sets")
+    if len(model.history) > 1:
+        parts.append(f"{len(model.history)} audits so far")
+    return blocks.text(" · ".join(parts))
+
+
+def _settle(name: str, outcome: str) -> str:
+    if outcome != "INCONCLUSIVE":
+        return ""
+    needs = rows.to_settle(data.verdict(name))
+    lines = "".join(f"<div>{blocks.text(where)}: {blocks.text(need)}</div>" for where, need in needs[:3])
+    return f'<div class="settle INCONCLUSIVE"><b>What would settle it</b>{lines}</div>' if lines else ""
+
+
+def _figure(name: str, model: Model) -> None:
+    found = largest(data.verdict(name))
+    if found is not None:
+        blocks.html(
+            f'<small>largest judged shift</small><div class="pair">{blocks.text(found[0])} '
+            f"{blocks.text(found[1])}</div><small>{blocks.text(found[2])}</small>"
+        )
+    if len(model.history) > 1:
+        values = [_size(data.verdict(str(one["comparison_id"]))) for one in model.history[-12:]]
+        blocks.html(sparkline(values))
+
+
+def largest(found: Verdict | None) -> tuple[str, str, str] | None:
+    """Return region, value and interval of the rule whose shift is largest, None without any."""
+    judged = [
+        rule for rule in rows.rules_of(found) if rule.value is not None and rule.rule.measure == "shift"
+    ]
+    if not judged:
+        return None
+    rule = max(judged, key=lambda one: abs(one.value or 0.0))
+    return (
+        rows.where_rule(rule),
+        quantity("shift", rule.value, like=rule.interval),
+        f"interval {span('shift', rule.interval)}" if rule.interval else "",
+    )
+
+
+def _size(found: Verdict | None) -> float | None:
+    values = [abs(r.value) for r in rows.rules_of(found) if r.value is not None and r.rule.measure == "shift"]
+    return max(values, default=None)
+
+
+def sparkline(values: Sequence[float | None], width: int = 150, height: int = 30) -> str:
+    """Return the largest shift of the last audits as a small line, oldest on the left."""
+    known = [value for value in values if value is not None]
+    if len(known) < 2:
+        return ""
+    top = max(known) or 1.0
+    step = (width - 8) / (len(known) - 1)
+    points = [(4 + i * step, height - 5 - (height - 10) * value / top) for i, value in enumerate(known)]
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    title = escape(f"largest shift of the last {len(known)} audits; highest {quantity('shift', top, signed=False)}")
+    x, y = points[-1]
+    return (
+        f'<svg class="spark" width="{width}" height="{height}" role="img" aria-label="{title}">'
+        f"<title>{title}</title>"
+        f'<polyline points="{line}" fill="none" stroke="currentColor" stroke-width="1.6" opacity=".6"/>'
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="currentColor"/></svg>'
+    )
+
+
+def _table(found: Sequence[Model]) -> None:
+    import polars as pl
+
+    with st.expander("All audits as a table"):
+        frame = pl.DataFrame(
+            [
+                {
+                    "time": one["provenance"]["time"],
+                    "model": model.name,
+                    "outcome": one["outcome"] or rows.COMPARED,
+                    "method": model.method,
+                    "probes": one["n_probes"],
+                    "replicates": len(one["replicates"]),
+                    "comparison": one["comparison_id"],
+                    "sentence": one["sentence"],
+                }
+                for model in found
+                for one in reversed(model.history)
+            ],
+            infer_schema_length=None,
+        )
+        st.dataframe(frame, hide_index=True, height=min(420, 38 + 35 * len(frame)))
+        blocks.downloads("audits", frame)

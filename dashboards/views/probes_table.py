@@ -1,0 +1,63 @@
+"""The probes of a comparison as a table, those that moved most first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import streamlit as st
+
+from dashboards import blocks, data, state
+from dashboards.selection import Selected
+
+if TYPE_CHECKING:
+    import polars as pl
+
+SHOWN = 200
+
+
+def ranked(name: str, chosen: Selected) -> pl.DataFrame:
+    """Return the selected probes with their JS distance, largest first; those without one last."""
+    import polars as pl
+
+    table = data.probe_rows(name)
+    moved = table.group_by("probe_id").agg(pl.col("js_distance").max())
+    joined = chosen.rows.join(moved, on="probe_id", how="left", maintain_order="left")
+    return joined.sort("js_distance", "probe_id", descending=[True, False], nulls_last=True)
+
+
+def draw(name: str, chosen: Selected) -> None:
+    """Draw the table; a click on a row leads to the probe."""
+    if not len(chosen.rows):
+        return
+    with blocks.section("Probes that moved most", "Sorted by the JS distance of the two maps. Click a row to see it."):
+        frame = ranked(name, chosen)
+        shown = frame.select(
+            "probe_id", "js_distance", "label", "predicted_before", "predicted_after",
+            "confidence_before", "confidence_after", "change", "group",
+        )
+        event = st.dataframe(
+            shown.head(SHOWN),
+            hide_index=True,
+            height=min(316, 38 + 35 * min(SHOWN, len(shown))),
+            on_select="rerun",
+            selection_mode="single-row",
+            key="probes",
+            column_config={
+                "probe_id": st.column_config.TextColumn("probe"),
+                "js_distance": st.column_config.ProgressColumn(
+                    "JS distance", help=blocks.GLOSSARY["JS distance"], format="%.3f", min_value=0.0, max_value=1.0
+                ),
+                "predicted_before": "predicted before",
+                "predicted_after": "predicted after",
+                "confidence_before": st.column_config.NumberColumn("confidence before", format="%.2f"),
+                "confidence_after": st.column_config.NumberColumn("confidence after", format="%.2f"),
+            },
+        )
+        chosen_rows = event["selection"]["rows"]
+        if chosen_rows:
+            st.switch_page(
+                state.page("probe"), query_params={"comparison": name, "probe": shown["probe_id"][chosen_rows[0]]}
+            )
+        if len(shown) > SHOWN:
+            blocks.note(f"The first {SHOWN} of {len(shown):,}; the download holds all.")
+        blocks.downloads(f"{name}-probes", shown)
