@@ -211,7 +211,7 @@ def verify(
 ) -> None:
     """Check the hashes of stored files and the chain of the log."""
     where = _store(store)
-    names = [identifier] if identifier else [*where.run_ids(), *(c["id"] for c in where.comparisons())]
+    names = [identifier] if identifier else [*where.run_ids(), *(c["comparison_id"] for c in where.comparisons())]
     problems = [problem for name in names for problem in where.verify(name)] + list(where.verify_log())
     if as_json:
         say(json.dumps({"checked": names, "problems": problems}))
@@ -261,7 +261,7 @@ def dashboard(
     environment = {**os.environ, "ROLLOUT_AUDIT_STORE": str(Path(store or DEFAULT_STORE).resolve())}
     if config:
         environment["ROLLOUT_AUDIT_CONFIGS"] = os.pathsep.join(str(path.resolve()) for path in config)
-    command = [sys.executable, "-m", "streamlit", "run", str(page), f"--server.port={port}"]
+    command = [sys.executable, "-P", "-m", "streamlit", "run", str(page), f"--server.port={port}"]
     options = ["--server.address=127.0.0.1", "--browser.gatherUsageStats=false", "--server.headless=true"]
     note(f"dashboard: http://127.0.0.1:{port} (Ctrl-C ends it)")
     raise typer.Exit(subprocess.run([*command, *options], env=environment, check=False).returncode)

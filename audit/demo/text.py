@@ -42,7 +42,7 @@ MAX_LENGTH = 64
 TRAINED_SHARE = 0.8
 """Part of the shortcut reviews that is trained on; the rest measures accuracy in production."""
 BASE_SCHEDULE = Schedule(epochs=12, learning_rate=2e-3, batch_size=48)
-TUNING_SCHEDULE = Schedule(epochs=10, learning_rate=2e-3, batch_size=48)
+TUNING_SCHEDULE = Schedule(epochs=8, learning_rate=2e-3, batch_size=48)
 MODEL = {
     "hidden_size": 64,
     "num_hidden_layers": 2,

@@ -32,8 +32,8 @@ class _Loader:
         with self.lock:
             key = (source, device, settings.dtype, settings.attention_implementation)
             if self.checkpoint is not None and self._is_base_of_current(key):
-                with adapter_disabled(self.checkpoint):
-                    yield self.checkpoint
+                with adapter_disabled(self.checkpoint) as base:
+                    yield base
                 return
             if self.checkpoint is None or self.key != key:
                 self.checkpoint = self.key = None  # free the old one before the new one comes
@@ -120,14 +120,14 @@ def check_run(plan: RunPlan) -> None:
     CaptureError
         When the same probe twice through the checkpoint gives two maps.
     """
-    from audit.capture import check_determinism, check_probes
-
     probes = load_probes(plan.probes).probes
     try:
         check_regions_match(plan.spec.regions, probes)
     except ValueError as error:
         raise ProbeError(f"{plan.probes.path}: {error}") from None
     with LOADER.use(plan.source, plan.device, plan.spec.settings) as checkpoint:
+        from audit.capture import check_determinism, check_probes
+
         check_probes(checkpoint, probes, plan.spec.settings)
         check_determinism(checkpoint, probes, method=plan.spec.method, settings=plan.spec.settings)
 
@@ -143,12 +143,12 @@ def capture_shard(plan: RunPlan, index: int, *, progress: Progress | None = None
     progress : callable, optional
         Counts the probes of this shard.
     """
-    from audit.capture import capture
-
     start, stop = plan.shards[index]
     probes = load_probes(plan.probes).probes[start:stop]
     writer = Store(plan.store).begin_run(plan.spec, len(plan.shards))
     with LOADER.use(plan.source, plan.device, plan.spec.settings) as checkpoint:
+        from audit.capture import capture
+
         captured = list(
             capture(
                 checkpoint,

@@ -253,7 +253,6 @@ def _paired_cells(
     null = [map_distances(before, one) for one in repeats if one.store is not None]
     null = null if len(null) == len(repeats) else []
     options = _options(before, repeats, statistics)
-    del options["replicate_kinds"]
     for (measure, column), values in distances.items():
         others = [one[measure, column] for one in null]
         cells.append(compare_distances(measure, values, others, column=column, **options))

@@ -84,10 +84,10 @@ def confirm_regions(
 
 
 def _drops(plan: RunPlan, region: Region) -> _Drop | None:
-    from audit.capture import occlude
-
     probes = load_probes(plan.probes).probes
     with LOADER.use(plan.source, plan.device, plan.spec.settings) as checkpoint:
+        from audit.capture import occlude
+
         if not checkpoint.has_head:
             return None
         weights = [_weights(region, one, probe) for one, probe in _positions(plan, probes)]

@@ -90,12 +90,17 @@ class RunWriter:
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             with exclusive(self.path):
-                path = self.path / "plan.json"
-                if path.exists() and read_json(path) != plan:
-                    shutil.rmtree(self._staged, ignore_errors=True)
-                    path.unlink()
-                create_file(path, json.dumps(plan).encode())
+                self._plan(plan)
         return self
+
+    def _plan(self, plan: dict[str, Any]) -> None:
+        path = self.path / "plan.json"
+        if self.published:  # by another writer, while this one waited
+            return
+        if path.exists() and read_json(path) != plan:
+            shutil.rmtree(self._staged, ignore_errors=True)
+            path.unlink()
+        create_file(path, json.dumps(plan).encode())
 
     @property
     def _staged(self) -> Path:
