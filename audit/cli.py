@@ -211,7 +211,8 @@ def verify(
 ) -> None:
     """Check the hashes of stored files and the chain of the log."""
     where = _store(store)
-    names = [identifier] if identifier else [*where.run_ids(), *(c["comparison_id"] for c in where.comparisons())]
+    comparisons = (manifest["comparison_id"] for manifest in where.comparisons())
+    names = [identifier] if identifier else [*where.run_ids(), *comparisons]
     problems = [problem for name in names for problem in where.verify(name)] + list(where.verify_log())
     if as_json:
         say(json.dumps({"checked": names, "problems": problems}))

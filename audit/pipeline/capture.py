@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from audit.errors import ProbeError
+from audit.errors import CheckpointError, ProbeError
 from audit.pipeline.plan import CheckpointSource, Progress, RunPlan, load_probes
 from audit.probes import load_annotations
 from audit.records import Captured, CaptureSettings, Checkpoint, Probe, Region, Reliance
@@ -27,13 +27,11 @@ class _Loader:
     @contextmanager
     def use(self, source: CheckpointSource, device: str, settings: CaptureSettings) -> Iterator[Checkpoint]:
         """Yield the checkpoint of `source`, loading it unless it is at hand."""
-        from audit.models import adapter_disabled
-
-        with self.lock:
+        with self.lock, ExitStack() as stack:
             key = (source, device, settings.dtype, settings.attention_implementation)
-            if self.checkpoint is not None and self._is_base_of_current(key):
-                with adapter_disabled(self.checkpoint) as base:
-                    yield base
+            base = self._base_of_current(key, stack)
+            if base is not None:
+                yield base
                 return
             if self.checkpoint is None or self.key != key:
                 self.checkpoint = self.key = None  # free the old one before the new one comes
@@ -41,11 +39,20 @@ class _Loader:
                 self.key = key
             yield self.checkpoint
 
-    def _is_base_of_current(self, key: tuple[Any, ...]) -> bool:
-        if self.key is None or self.key[1:] != key[1:]:
-            return False
-        current, wanted = self.key[0], key[0]
-        return current.adapter is not None and replace(current, adapter=None) == wanted
+    def _base_of_current(self, key: tuple[Any, ...], stack: ExitStack) -> Checkpoint | None:
+        """Return the wanted base where it lies under the loaded adapter and can be uncovered exactly."""
+        from audit.models import adapter_disabled
+
+        if self.key is None or self.checkpoint is None or self.key[1:] != key[1:]:
+            return None
+        current = self.key[0]
+        if current.adapter is None or replace(current, adapter=None) != key[0]:
+            return None
+        try:
+            base = stack.enter_context(adapter_disabled(self.checkpoint))
+        except CheckpointError:
+            return None  # the adapter trained what cannot be switched off: load the base by itself
+        return base if base.info.tokenizer_digest == self.checkpoint.info.tokenizer_digest else None
 
 
 LOADER = _Loader()
