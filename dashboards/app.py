@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import streamlit as st
 
@@ -16,11 +17,14 @@ LOG = logging.getLogger("rollout-audit.dashboard")
 
 def main() -> None:
     """Draw the page that the address names."""
-    st.set_page_config(page_title="rollout-audit", page_icon=":material/center_focus_strong:", layout="wide")
+    icon = Path(__file__).with_name("icon.png")
+    st.set_page_config(page_title="rollout-audit", page_icon=icon, layout="wide", initial_sidebar_state=215)
     theme.apply_style()
     state.read_address()
     pages = [
-        st.Page(overview.page, title="Overview", icon=":material/list_alt:", url_path="overview", default=True),
+        st.Page(
+            overview.page, title="Overview", icon=":material/list_alt:", url_path="overview", default=True
+        ),
         st.Page(compare.page, title="Comparison", icon=":material/compare_arrows:", url_path="compare"),
     ]
     chosen = st.navigation(pages)

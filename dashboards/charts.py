@@ -16,6 +16,8 @@ from audit.report.wording import change, clip, quantity, span
 from dashboards.theme import OUTCOMES, SHAPES, Palette
 
 ROW = 40
+AXIS = 52
+"""Pixels that the axis and its title take below a plot."""
 PICK = "pick"
 LABEL_WIDTH = 22
 
@@ -76,20 +78,27 @@ def forest(lines: Sequence[Line], colours: Palette, *, measure: str = "shift") -
         axis=alt.Axis(grid=True, gridColor=colours.line, tickCount=7, format="+.3~f", domain=False),
     )
     y = alt.Y(
-        "name:N", sort=order, title=None, axis=alt.Axis(labelLimit=190, ticks=False, domain=False, labelPadding=10)
+        "name:N",
+        sort=order,
+        title=None,
+        axis=alt.Axis(labelLimit=190, ticks=False, domain=False, labelPadding=10),
     )
     base = alt.Chart(alt.Data(values=points)).encode(y=y)
     band = (
         base.transform_filter("datum.band_low != null")
         .mark_bar(height=18, cornerRadius=3, color=colours.noise, opacity=0.75)
-        .encode(x=x.copy(), x2="band_high:Q")
+        .encode(x=_same(x, "band_low:Q"), x2="band_high:Q")
     )
-    band = band.encode(x=_same(x, "band_low:Q"))
     zero = alt.Chart(alt.Data(values=[{"value": 0}])).mark_rule(color=colours.soft).encode(x=x)
     ticks = (
         alt.Chart(alt.Data(values=limits))
-        .mark_tick(thickness=2.5, size=26, color=colours.edge)
-        .encode(x=x, y=y, tooltip=[alt.Tooltip("text:N", title="policy allows")])
+        .mark_tick(size=26, color=colours.edge)
+        .encode(
+            x=x,
+            y=y,
+            strokeWidth=alt.condition("datum.kind == 'limit'", alt.value(3), alt.value(1)),
+            tooltip=[alt.Tooltip("text:N", title="policy allows")],
+        )
     )
     replicates = (
         alt.Chart(alt.Data(values=dots))
@@ -194,7 +203,9 @@ def heat_map(cells: Sequence[Cell], order: Sequence[str], colours: Palette) -> a
             "name": rows.where(cell.region, stream=cell.stream),
             "layer": cell.layer,
             "value": cell.value,
-            "shown": quantity(cell.measure, cell.value, like=cell.interval) if cell.value is not None else "–",
+            "shown": quantity(cell.measure, cell.value, like=cell.interval)
+            if cell.value is not None
+            else "–",
             "interval": span(cell.measure, cell.interval) or (cell.reason or "not defined"),
             "levels": change(cell.before, cell.after),
         }
@@ -225,7 +236,11 @@ def heat_map(cells: Sequence[Cell], order: Sequence[str], colours: Palette) -> a
                 interpolate="lab",
             ),
             legend=alt.Legend(
-                title="shift", orient="right", gradientLength=110, format="+.2~f", values=[-largest, 0, largest]
+                title="shift",
+                orient="right",
+                gradientLength=110,
+                format="+.2~f",
+                values=[-largest, 0, largest],
             ),
         ),
         tooltip=[
@@ -241,9 +256,7 @@ def heat_map(cells: Sequence[Cell], order: Sequence[str], colours: Palette) -> a
         parts.append(
             base.mark_text(fontSize=12).encode(
                 text="shown:N",
-                color=alt.condition(
-                    "datum.strong", alt.value(colours.page), alt.value(colours.ink)
-                ),
+                color=alt.condition("datum.strong", alt.value(colours.page), alt.value(colours.ink)),
             )
         )
     return _finish(alt.layer(*parts), max(2, len(order)) * 34, colours)
@@ -264,12 +277,18 @@ def histogram(
     reach = float(np.abs(values).max(initial=0.0)) or 0.01
     counts, edges = np.histogram(values, bins=bins, range=(-reach, reach))
     bars = [
-        {"low": float(edges[i]), "high": float(edges[i + 1]), "count": int(n), "side": _side(edges[i], edges[i + 1])}
+        {
+            "low": float(edges[i]),
+            "high": float(edges[i + 1]),
+            "count": int(n),
+            "side": _side(edges[i], edges[i + 1]),
+        }
         for i, n in enumerate(counts)
         if n
     ]
     x = alt.X(
         "low:Q",
+        bin="binned",
         title=title,
         scale=alt.Scale(domain=[-reach, reach], nice=False),
         axis=alt.Axis(format="+.2~f", grid=False, tickCount=7),
@@ -280,7 +299,9 @@ def histogram(
         .encode(
             x=x,
             x2="high:Q",
-            y=alt.Y("count:Q", title="probes", axis=alt.Axis(tickMinStep=1, tickCount=4, gridColor=colours.line)),
+            y=alt.Y(
+                "count:Q", title="probes", axis=alt.Axis(tickMinStep=1, tickCount=4, gridColor=colours.line)
+            ),
             color=alt.Color(
                 "side:N",
                 scale=alt.Scale(
@@ -317,7 +338,9 @@ def _finish(chart: alt.LayerChart, height: int, colours: Palette) -> alt.LayerCh
     """Set size and letters, and offer the figure as PNG and SVG."""
     actions = {"export": {"svg": True, "png": True}, "source": False, "compiled": False, "editor": False}
     return (
-        chart.properties(width="container", height=height, usermeta={"embedOptions": {"actions": actions}})
+        chart.properties(
+            width="container", height=height + AXIS, usermeta={"embedOptions": {"actions": actions}}
+        )
         .configure_view(stroke=None)
         .configure_axis(
             labelColor=colours.ink, titleColor=colours.soft, titleFontWeight="normal", labelFontSize=12.5

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 import streamlit as st
 
 from audit.errors import AuditError
-from audit.pipeline import compare_subset
-from audit.pipeline.compare import Statistics
 from audit.records import Cell, Comparison, Map, Verdict
 from audit.store import Store
 
@@ -55,7 +53,9 @@ def runs() -> Listing:
 
 
 def _listing(
-    every: Callable[[], list[dict[str, Any]]], ids: Callable[[], list[str]], one: Callable[[str], dict[str, Any]]
+    every: Callable[[], list[dict[str, Any]]],
+    ids: Callable[[], list[str]],
+    one: Callable[[str], dict[str, Any]],
 ) -> Listing:
     try:
         return Listing(tuple(every()))
@@ -135,6 +135,9 @@ def _map_of(root: str, run_id: str, probe_id: str, stream: str) -> Map:
 
 @st.cache_resource(max_entries=16, show_spinner="Comparing the selected probes …")
 def _subset(root: str, name: str, probe_ids: tuple[str, ...]) -> tuple[Cell, ...]:
+    from audit.pipeline import compare_subset
+    from audit.pipeline.compare import Statistics
+
     whole = _comparison(root, name)
     statistics = Statistics(alpha=whole.alpha, resamples=RESAMPLES)
     return compare_subset(_open(root), whole, probe_ids, statistics=statistics)
@@ -148,9 +151,14 @@ def _answers(root: str, before: str, after: str) -> pl.DataFrame:
     one, two = (_answered(where.predictions(run)) for run in (before, after))
     kept = one.select("probe_id", "label", "group", "segments", "predicted", "confidence")
     both = kept.join(
-        two.select("probe_id", "predicted", "confidence"), on="probe_id", suffix="_after", maintain_order="left"
+        two.select("probe_id", "predicted", "confidence"),
+        on="probe_id",
+        suffix="_after",
+        maintain_order="left",
     ).rename({"predicted": "predicted_before", "confidence": "confidence_before"})
-    right_before, right_after = (pl.col(f"predicted_{side}") == pl.col("label") for side in ("before", "after"))
+    right_before, right_after = (
+        pl.col(f"predicted_{side}") == pl.col("label") for side in ("before", "after")
+    )
     change = (
         pl.when(pl.col("predicted_before").is_null() | pl.col("predicted_after").is_null())
         .then(None)

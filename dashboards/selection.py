@@ -52,7 +52,7 @@ def choose(answers: pl.DataFrame) -> Selected:
     segments = sorted({value for row in answers["segments"].to_list() for value in row})
     labels = sorted({str(label) for label in answers["label"].drop_nulls().to_list()})
     counts = _counts(answers)
-    with st.container(horizontal=True, gap="medium", vertical_alignment="bottom"):
+    with st.container(horizontal=True, gap="small"):
         if answers["change"].null_count() < len(answers):
             state.pick(
                 st.segmented_control,
@@ -62,6 +62,7 @@ def choose(answers: pl.DataFrame) -> Selected:
                 default=EVERY,
                 format_func=lambda key: f"{CHANGES[key]} ({counts[key]:,})",
                 required=True,
+                wrap=True,
             )
         if segments:
             _narrow("Segment", "segment", segments)
@@ -78,7 +79,7 @@ def _narrow(label: str, key: str, options: list[str]) -> None:
         [EVERY, *options],
         default=EVERY,
         format_func=lambda value: f"every {key}" if value == EVERY else blocks.clip(value, 60),
-        width=210,
+        width=170,
     )
 
 

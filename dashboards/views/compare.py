@@ -28,7 +28,10 @@ def page() -> None:
     st.title("Comparison", anchor=False)
     manifests = list(reversed(data.comparisons().manifests))
     if not manifests:
-        st.info("There is no comparison in this store yet; `audit run audit.toml` makes one.", icon=":material/inbox:")
+        st.info(
+            "There is no comparison in this store yet; `audit run audit.toml` makes one.",
+            icon=":material/inbox:",
+        )
         return
     name = choose_comparison(manifests)
     comparison, verdict = data.comparison(name), data.verdict(name)
@@ -65,7 +68,12 @@ def choose_comparison(manifests: Sequence[Mapping[str, Any]]) -> str:
         )
         state.put(comparison=None)
     chosen = state.pick(
-        st.selectbox, "Comparison", "comparison", names, default=names[0], format_func=lambda name: titles[name]
+        st.selectbox,
+        "Comparison",
+        "comparison",
+        names,
+        default=names[0],
+        format_func=lambda name: titles[name],
     )
     state.put(comparison=chosen)
     return str(chosen)
@@ -85,7 +93,9 @@ def hero(comparison: Comparison, verdict: Verdict | None) -> None:
     head, detail = rows.split_headline(rows.headline(comparison, verdict))
     before, after = comparison.before, comparison.after
     pair = blocks.pair_name(before.checkpoint if before else None, after.checkpoint if after else None)
-    caveats = "".join(f"<p class='detail'>{blocks.text(one, 600)}</p>" for one in facts.caveats(comparison, verdict))
+    caveats = "".join(
+        f"<p class='detail'>{blocks.text(one, 600)}</p>" for one in facts.caveats(comparison, verdict)
+    )
     blocks.html(
         f'<div class="hero {status}">{blocks.badge(status)} <span class="pair">&nbsp;{blocks.text(pair)}</span>'
         f'<p class="headline">{blocks.text(rows.full_sentence(head), 600)}</p>'
@@ -99,7 +109,13 @@ def _figures(comparison: Comparison) -> list[tuple[str, str, str]]:
     items = [(blocks.term("probe", "Probes"), f"{comparison.n_probes:,}", blocks.text(groups))]
     kinds = facts.replicates(comparison)
     number = len(comparison.replicates)
-    items.append((blocks.term("replicate", "Replicates"), str(number), blocks.text(kinds.partition("(")[2].rstrip(")"))))
+    items.append(
+        (
+            blocks.term("replicate", "Replicates"),
+            str(number),
+            blocks.text(kinds.partition("(")[2].rstrip(")")),
+        )
+    )
     found = comparison.predictions
     if "accuracy_before" in found:
         accuracy = change(found["accuracy_before"], found["accuracy_after"])
@@ -113,7 +129,9 @@ def _figures(comparison: Comparison) -> list[tuple[str, str, str]]:
         )
     for one in comparison.confirmations[:1]:
         word = "confirmed" if one.confirmed else "not confirmed"
-        items.append(("Occlusion", word, f"{blocks.text(one.region)}: logit {quantity('logit', one.difference)}"))
+        items.append(
+            ("Occlusion", word, f"{blocks.text(one.region)}: logit {quantity('logit', one.difference)}")
+        )
     return items
 
 
@@ -164,19 +182,30 @@ def _effect(comparison: Comparison) -> str:
 
 def _forest(comparison: Comparison, cells: Sequence[Cell], verdict: Verdict | None) -> None:
     level = facts.level(comparison, verdict)
-    with blocks.section("Where the attention map moved", "Mean shift of each region, with everything it is judged by."):
-        present = [e for e in EFFECTS if any(c.effect == e and c.measure == "shift" for c in comparison.cells)]
+    with blocks.section(
+        "Where the attention map moved", "Mean shift of each region, with everything it is judged by."
+    ):
+        present = [
+            e for e in EFFECTS if any(c.effect == e and c.measure == "shift" for c in comparison.cells)
+        ]
         if len(present) > 1:
             state.pick(
-                st.segmented_control, "What is compared", "effect", present, default=present[0],
-                format_func=EFFECTS.__getitem__, required=True,
+                st.segmented_control,
+                "What is compared",
+                "effect",
+                present,
+                default=present[0],
+                format_func=EFFECTS.__getitem__,
+                required=True,
             )
         found = rows.by_size(shifts(cells, _effect(comparison)))
         if not found:
             st.info("No shift was computed for this selection.")
             return
         judged = rows.judged_by(verdict)
-        lines = [charts.Line(charts.name_of(c), c, tuple(judged.get(rows.cell_key(c), ()))) for c in found[:40]]
+        lines = [
+            charts.Line(charts.name_of(c), c, tuple(judged.get(rows.cell_key(c), ()))) for c in found[:40]
+        ]
         st.altair_chart(charts.forest(lines, theme.palette()), alt=f"Shift of {len(lines)} regions")
         _legend(level)
         if len(found) > 40:
@@ -184,20 +213,16 @@ def _forest(comparison: Comparison, cells: Sequence[Cell], verdict: Verdict | No
 
 
 def _legend(level: str) -> None:
-    mark = '<svg width="26" height="14" aria-hidden="true">{}</svg>'
-    rule = mark.format(
-        '<line x1="2" x2="24" y1="7" y2="7" stroke="var(--ra-ink)" stroke-width="2.5"/>'
-        '<circle cx="13" cy="7" r="4.5" fill="var(--ra-ink)"/>'
+    mark, band, dot, tick, excess = (
+        f'<span class="key {kind}"></span>' for kind in ("mark", "band", "dot", "tick", "excess")
     )
-    band = mark.format('<rect x="2" y="1" width="22" height="12" rx="2" fill="var(--ra-noise)"/>')
-    dot = mark.format('<circle cx="13" cy="7" r="3.5" fill="none" stroke="var(--ra-dot)" stroke-width="1.4"/>')
-    tick = mark.format('<line x1="13" x2="13" y1="0" y2="14" stroke="var(--ra-edge)" stroke-width="2.5"/>')
     blocks.html(
-        f'<ul class="legend"><li>{rule}{blocks.term("shift", "mean shift")} with {level} '
-        f'{blocks.term("interval")}</li>'
-        f'<li>{tick}{blocks.term("limit", "limit of the policy")}</li>'
-        f'<li>{dot}one harmless re-training</li>'
-        f'<li>{band}{blocks.term("noise floor")} (mean ± 2 SD)</li></ul>'
+        f'<ul class="legend"><li>{mark}{blocks.term("shift", "mean shift")} with {level} '
+        f"{blocks.term('interval')}</li>"
+        f"<li>{tick}{blocks.term('limit', 'limit')}</li>"
+        f"<li>{excess}allowed beyond re-training ({blocks.term('excess')})</li>"
+        f"<li>{dot}one harmless re-training</li>"
+        f"<li>{band}{blocks.term('noise floor')} (mean ± 2 SD)</li></ul>"
     )
 
 
@@ -206,7 +231,9 @@ def _layers(comparison: Comparison, cells: Sequence[Cell]) -> None:
         effect = _effect(comparison)
         found = shifts(cells, effect, layers=True)
         if not found:
-            blocks.note("This comparison holds no layers: the runs were made without them, or come from a floor.")
+            blocks.note(
+                "This comparison holds no layers: the runs were made without them, or come from a floor."
+            )
             return
         order = [charts.name_of(c) for c in rows.by_size(shifts(cells, effect))][:30]
         found = [cell for cell in found if charts.name_of(cell) in order]
@@ -223,14 +250,22 @@ def choose_region(cells: Sequence[Cell]) -> str | None:
     if not names:
         return None
     return state.pick(
-        st.selectbox, "Region", "region", names, default=names[0], format_func=lambda n: blocks.clip(n, 60), width=260
+        st.selectbox,
+        "Region",
+        "region",
+        names,
+        default=names[0],
+        format_func=lambda n: blocks.clip(n, 60),
+        width=260,
     )
 
 
 def _distribution(name: str, comparison: Comparison, cells: Sequence[Cell], chosen: Selected | None) -> None:
     if comparison.kind != "paired" or chosen is None or not len(chosen.rows):
         return
-    with blocks.section("How it is spread over the probes", "One probe, one shift: does a mean hide two groups?"):
+    with blocks.section(
+        "How it is spread over the probes", "One probe, one shift: does a mean hide two groups?"
+    ):
         import polars as pl
 
         found = shifts(cells, _effect(comparison))
@@ -268,7 +303,9 @@ def _segments(comparison: Comparison) -> None:
     found = [c for c in comparison.cells if c.measure == "shift" and c.segment and c.layer is None]
     if not found:
         return
-    with blocks.section("By segment", "The same shift, in each part of the probe set; over all probes, unfiltered."):
+    with blocks.section(
+        "By segment", "The same shift, in each part of the probe set; over all probes, unfiltered."
+    ):
         regions = list(dict.fromkeys(c.region for c in found))
         region = state.get("region")
         region = region if region in regions else _largest(comparison, regions)
@@ -291,24 +328,27 @@ def _rules(verdict: Verdict | None) -> None:
         if verdict is None:
             blocks.note("No policy was judged: give the audit.toml [[gate.rules]] and run `audit gate`.")
             return
-        body = []
-        for found in rows.worst_first(verdict.rules):
-            row = rows.rule_row(found)
-            notes = "".join(f"<small>{blocks.text(one)}</small>" for one in row.notes)
-            body.append(
-                (
-                    blocks.badge(row.outcome),
-                    f"<b>{blocks.text(row.where)}</b><small>{blocks.text(row.condition)}</small>",
-                    f"{blocks.text(row.value)} <small>{blocks.text(row.interval)}</small>",
-                    f"{blocks.text(row.limits)}",
-                    f"{blocks.text(row.noise)}",
-                    blocks.text(row.detectable),
-                    f"{blocks.text(row.sentence, 700)}{notes}",
-                )
-            )
-        head = ("", blocks.term("region"), blocks.term("shift"), blocks.term("limit", "allowed"))
-        head += (blocks.term("noise floor"), blocks.term("detectable"), "in words")
-        blocks.html(blocks.table(head, body))
+        blocks.html("".join(_rule(rows.rule_row(found)) for found in rows.worst_first(verdict.rules)))
+
+
+def _rule(row: rows.RuleRow) -> str:
+    notes = "".join(f'<p class="note">{blocks.text(one)}</p>' for one in row.notes)
+    numbers = blocks.figures(
+        (
+            (blocks.term("share", "share"), blocks.text(row.levels), ""),
+            (blocks.term("shift", "observed"), blocks.text(row.value), blocks.text(row.excess)),
+            (blocks.term("interval"), blocks.text(row.interval or "–"), ""),
+            (blocks.term("limit", "allowed"), blocks.text(row.limit), blocks.text(row.warn)),
+            (blocks.term("noise floor"), blocks.text(row.floor), blocks.text(row.replicates)),
+            (blocks.term("detectable"), blocks.text(row.detectable), ""),
+            ("probes", blocks.text(row.probes), ""),
+        )
+    )
+    return (
+        f'<div class="rule"><header>{blocks.badge(row.outcome)} <b>{blocks.text(row.where)}</b>'
+        f'<span class="soft">{blocks.text(row.condition)}</span></header>'
+        f"<p>{blocks.text(row.sentence, 700)}</p>{notes}{numbers}</div>"
+    )
 
 
 def _methods(comparison: Comparison, manifests: Sequence[Mapping[str, Any]]) -> None:
@@ -317,8 +357,10 @@ def _methods(comparison: Comparison, manifests: Sequence[Mapping[str, Any]]) -> 
     if one is None or two is None:
         return
     same = [
-        m for m in manifests
-        if m["before"] and m["after"]
+        m
+        for m in manifests
+        if m["before"]
+        and m["after"]
         and (m["before"]["digest"], m["after"]["digest"]) == (one.digest, two.digest)
         and m["kind"] == comparison.kind
     ]
@@ -327,12 +369,11 @@ def _methods(comparison: Comparison, manifests: Sequence[Mapping[str, Any]]) -> 
         return
     with blocks.section("Do other methods agree", "The same two checkpoints, maps made in another way."):
         found = {method: data.comparison(name) for method, name in methods.items()}
-        table = {
-            method: {c.region: c for c in shifts(c_.cells, "model")} for method, c_ in found.items()
-        }
+        table = {method: {c.region: c for c in shifts(c_.cells, "model")} for method, c_ in found.items()}
         regions = [c.region for c in rows.by_size(shifts(comparison.cells, "model"))]
         body = [
-            [f"<b>{blocks.text(region)}</b>"] + [_short(table[m].get(region)) for m in table] for region in regions
+            [f"<b>{blocks.text(region)}</b>"] + [_short(table[m].get(region)) for m in table]
+            for region in regions
         ]
         blocks.html(blocks.table(("region", *(blocks.text(m) for m in table)), body))
 
@@ -357,13 +398,25 @@ def cell_frame(cells: Sequence[Cell]) -> Any:
     return pl.DataFrame(
         [
             {
-                "measure": c.measure, "region": c.region, "stream": c.stream, "layer": c.layer,
-                "effect": c.effect, "segment": c.segment, "before": c.before, "after": c.after,
-                "value": c.value, "low": c.interval[0] if c.interval else None,
-                "high": c.interval[1] if c.interval else None, "sd": c.sd, "size": c.size, "pvalue": c.pvalue,
+                "measure": c.measure,
+                "region": c.region,
+                "stream": c.stream,
+                "layer": c.layer,
+                "effect": c.effect,
+                "segment": c.segment,
+                "before": c.before,
+                "after": c.after,
+                "value": c.value,
+                "low": c.interval[0] if c.interval else None,
+                "high": c.interval[1] if c.interval else None,
+                "sd": c.sd,
+                "size": c.size,
+                "pvalue": c.pvalue,
                 "excess": c.excess.excess if c.excess else None,
                 "minimum_detectable_shift": c.excess.minimum_detectable_shift if c.excess else None,
-                "replicates": list(c.replicates), "n_probes": c.n_probes, "n_missing": c.n_missing,
+                "replicates": list(c.replicates),
+                "n_probes": c.n_probes,
+                "n_missing": c.n_missing,
                 "reason": c.reason,
             }
             for c in cells

@@ -46,7 +46,8 @@ def models(manifests: Sequence[Mapping[str, Any]]) -> list[Model]:
         sides = [(one[side] or {}).get("checkpoint", "") for side in ("before", "after")]
         grouped.setdefault((*sides, one["method"], one["kind"]), []).append(one)
     found = [
-        Model(blocks.pair_name(key[0], key[1]), key[2], key[3], tuple(history)) for key, history in grouped.items()
+        Model(blocks.pair_name(key[0], key[1]), key[2], key[3], tuple(history))
+        for key, history in grouped.items()
     ]
     newest = sorted(found, key=lambda model: str(model.latest["provenance"]["time"]), reverse=True)
     return sorted(newest, key=lambda model: ORDER.index(model.outcome))
@@ -127,7 +128,9 @@ def _filtered(found: Sequence[Model]) -> list[Model]:
         outcome = state.pick(
             st.segmented_control, "Verdict", "outcome", [EVERY, *present], default=EVERY, required=True
         )
-        wanted = st.text_input("Find a model", state.get("find") or "", placeholder="part of a name", width=260)
+        wanted = st.text_input(
+            "Find a model", state.get("find") or "", placeholder="part of a name", width=260
+        )
     state.put(find=wanted or None)
     return [
         model
@@ -142,7 +145,7 @@ def _card(model: Model) -> None:
     with blocks.section(), st.container(border=True):
         left, right = st.columns([5, 2], vertical_alignment="center")
         with left:
-            head, detail = rows.split_headline(_sentence(latest))
+            head, _ = rows.split_headline(_sentence(latest))
             blocks.html(
                 f'{blocks.badge(model.outcome)} <span class="pair">&nbsp;{blocks.text(model.name)}</span>'
                 f'<p style="margin:.55rem 0 .3rem">{blocks.text(rows.full_sentence(head))}</p>'
@@ -213,23 +216,16 @@ def _size(found: Verdict | None) -> float | None:
     return max(values, default=None)
 
 
-def sparkline(values: Sequence[float | None], width: int = 150, height: int = 30) -> str:
-    """Return the largest shift of the last audits as a small line, oldest on the left."""
+def sparkline(values: Sequence[float | None]) -> str:
+    """Return the largest shift of each of the last audits as small bars, oldest on the left."""
     known = [value for value in values if value is not None]
     if len(known) < 2:
         return ""
     top = max(known) or 1.0
-    step = (width - 8) / (len(known) - 1)
-    points = [(4 + i * step, height - 5 - (height - 10) * value / top) for i, value in enumerate(known)]
-    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    title = escape(f"largest shift of the last {len(known)} audits; highest {quantity('shift', top, signed=False)}")
-    x, y = points[-1]
-    return (
-        f'<svg class="spark" width="{width}" height="{height}" role="img" aria-label="{title}">'
-        f"<title>{title}</title>"
-        f'<polyline points="{line}" fill="none" stroke="currentColor" stroke-width="1.6" opacity=".6"/>'
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="currentColor"/></svg>'
-    )
+    last = quantity("shift", known[-1], signed=False)
+    title = f"Largest shift in the last {len(known)} audits; now {last}, highest {quantity('shift', top, signed=False)}"
+    bars = "".join(f'<i style="height:{max(4, round(100 * value / top))}%"></i>' for value in known)
+    return f'<div class="spark" role="img" aria-label="{escape(title)}" title="{escape(title)}">{bars}</div>'
 
 
 def _table(found: Sequence[Model]) -> None:

@@ -29,11 +29,20 @@ def draw(name: str, chosen: Selected) -> None:
     """Draw the table; a click on a row leads to the probe."""
     if not len(chosen.rows):
         return
-    with blocks.section("Probes that moved most", "Sorted by the JS distance of the two maps. Click a row to see it."):
+    with blocks.section(
+        "Probes that moved most", "Sorted by the JS distance of the two maps. Click a row to see it."
+    ):
         frame = ranked(name, chosen)
         shown = frame.select(
-            "probe_id", "js_distance", "label", "predicted_before", "predicted_after",
-            "confidence_before", "confidence_after", "change", "group",
+            "probe_id",
+            "js_distance",
+            "label",
+            "predicted_before",
+            "predicted_after",
+            "confidence_before",
+            "confidence_after",
+            "change",
+            "group",
         )
         event = st.dataframe(
             shown.head(SHOWN),
@@ -45,7 +54,11 @@ def draw(name: str, chosen: Selected) -> None:
             column_config={
                 "probe_id": st.column_config.TextColumn("probe"),
                 "js_distance": st.column_config.ProgressColumn(
-                    "JS distance", help=blocks.GLOSSARY["JS distance"], format="%.3f", min_value=0.0, max_value=1.0
+                    "JS distance",
+                    help=blocks.GLOSSARY["JS distance"],
+                    format="%.3f",
+                    min_value=0.0,
+                    max_value=1.0,
                 ),
                 "predicted_before": "predicted before",
                 "predicted_after": "predicted after",
@@ -56,7 +69,8 @@ def draw(name: str, chosen: Selected) -> None:
         chosen_rows = event["selection"]["rows"]
         if chosen_rows:
             st.switch_page(
-                state.page("probe"), query_params={"comparison": name, "probe": shown["probe_id"][chosen_rows[0]]}
+                state.page("probe"),
+                query_params={"comparison": name, "probe": shown["probe_id"][chosen_rows[0]]},
             )
         if len(shown) > SHOWN:
             blocks.note(f"The first {SHOWN} of {len(shown):,}; the download holds all.")
