@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from scipy.special import stdtrit
+
 from audit._floor import (
     Floor,
     adjusted_detectable,
@@ -251,7 +253,7 @@ def judge_limit(cell: Cell, rule: Rule, comparison: Comparison, policy: Policy) 
     floor = floor_of(cell, either, comparison.replicate_kinds, policy)
     explained = None if floor.test is None else bool((floor.test.pvalue or 0.0) > policy.alpha)
     remark = [retraining(floor, rule.measure), explanation(explained)] if floor.values else []
-    if _limit_in_noise(cell, fail, floor):
+    if _limit_in_noise(cell, fail, floor, policy.alpha):
         remark.append("the limit lies inside the noise floor")
     shown = fail if rule.fail is not None else warn
     found = base_verdict(
@@ -270,15 +272,19 @@ def judge_limit(cell: Cell, rule: Rule, comparison: Comparison, policy: Policy) 
     return identical(cell, rule, comparison) if hidden and outcome is Outcome.PASS else found
 
 
-def _limit_in_noise(cell: Cell, bounds: tuple[float, float], floor: Floor) -> bool:
-    """Return whether one more harmless re-training would often be beyond the limit."""
-    if floor.test is None or floor.test.interval is None or floor.test.excess is None or cell.value is None:
+def _limit_in_noise(cell: Cell, bounds: tuple[float, float], floor: Floor, alpha: float) -> bool:
+    """Return whether one more harmless re-training would often be beyond the limit.
+
+    The prediction interval of such a re-training (level 1 - 2 alpha) rests on the replicates alone: how
+    much the candidate's own probes scatter says nothing about it.
+    """
+    if floor.mean is None or floor.sd is None or len(floor.values) < 2:
         return False
-    half = (floor.test.interval[1] - floor.test.interval[0]) / 2
-    centre = cell.value - floor.test.excess
     if cell.measure in DISTANCES:
-        return floor.mean is not None and floor.sd is not None and floor.mean + floor.sd > bounds[1]
-    return centre - half < bounds[0] or centre + half > bounds[1]
+        return floor.mean + floor.sd > bounds[1]
+    k = len(floor.values)
+    half = float(stdtrit(k - 1, 1 - alpha)) * floor.sd * math.sqrt(1 + 1 / k)
+    return floor.mean - half < bounds[0] or floor.mean + half > bounds[1]
 
 
 def _floor_facts(floor: Floor, rule: Rule, policy: Policy, tests: int) -> dict[str, Any]:

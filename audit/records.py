@@ -449,9 +449,9 @@ class RunRef:
 
 @dataclass(frozen=True)
 class Confirmation:
-    """Change of the target logit when a region is occluded, on both checkpoints.
+    """Mean absolute change of the target logit when a region is occluded, on both checkpoints.
 
-    `difference` is after - before of that change, with its interval (1 - 2 alpha, over probes or
+    `difference` is after - before of that, with its interval (1 - 2 alpha, over probes or
     groups); `confirmed` says whether it points the way of the shift and excludes zero.
     """
 

@@ -33,8 +33,12 @@ NOT_OCCLUDED = frozenset({"*", "special", "first", "rest"})
 
 
 @dataclass(frozen=True)
-class _Drop:
-    """By how much the target logit falls for each probe when a region is occluded; NaN = undefined."""
+class _Effect:
+    """By how much the target logit changes for each probe when a region is occluded; NaN = undefined.
+
+    Its size counts, not its sign: a shortcut that contradicts the label on half of the probes speaks for
+    the target there and against it elsewhere, and is relied on all the same.
+    """
 
     values: np.ndarray
     occlusion: str
@@ -43,7 +47,7 @@ class _Drop:
 def confirm_regions(
     config: AuditConfig, verdict: Verdict, *, progress: Progress | None = None
 ) -> tuple[Confirmation, ...]:
-    """Occlude each failing region on both checkpoints and compare the fall of the target logit.
+    """Occlude each failing region on both checkpoints and compare how far the target logit moves.
 
     Parameters
     ----------
@@ -75,15 +79,15 @@ def confirm_regions(
     for done, (name, rule) in enumerate(failing.items()):
         if progress is not None:
             progress("confirm by occlusion", done, len(failing))
-        drops = [_drops(plan, regions[name]) for plan in (before, after)]
-        one = _confirmation(rule, before, drops, config) if None not in drops else None
+        effects = [_effects(plan, regions[name]) for plan in (before, after)]
+        one = _confirmation(rule, before, effects, config) if None not in effects else None
         found += [one] if one is not None else []
     if progress is not None:
         progress("confirm by occlusion", len(failing), len(failing))
     return tuple(found)
 
 
-def _drops(plan: RunPlan, region: Region) -> _Drop | None:
+def _effects(plan: RunPlan, region: Region) -> _Effect | None:
     probes = load_probes(plan.probes).probes
     with LOADER.use(plan.source, plan.device, plan.spec.settings) as checkpoint:
         from audit.capture import occlude
@@ -96,8 +100,8 @@ def _drops(plan: RunPlan, region: Region) -> _Drop | None:
         except ProbeError:
             return None  # the labels are no classes of this checkpoint: no target logit to watch
     changes = [occlusion.change for occlusion in occlusions]
-    values = np.array([np.nan if change is None else -change for change in changes])
-    return None if np.isnan(values).all() else _Drop(values, occlusions[0].occlusion)
+    values = np.array([np.nan if change is None else abs(change) for change in changes])
+    return None if np.isnan(values).all() else _Effect(values, occlusions[0].occlusion)
 
 
 def _positions(plan: RunPlan, probes: Sequence[Probe]) -> list[tuple[Positions, Probe]]:
@@ -110,10 +114,10 @@ def _weights(region: Region, positions: Positions, probe: Probe) -> np.ndarray:
 
 
 def _confirmation(
-    rule: RuleVerdict, before: RunPlan, drops: Sequence[_Drop | None], config: AuditConfig
+    rule: RuleVerdict, before: RunPlan, effects: Sequence[_Effect | None], config: AuditConfig
 ) -> Confirmation | None:
-    """Compare the falls of both checkpoints as one paired column."""
-    one, two = (drop for drop in drops if drop is not None)
+    """Compare the effects on both checkpoints as one paired column."""
+    one, two = (effect for effect in effects if effect is not None)
     run = read_run(Store(before.store), before.run_id, layers=False)
     ids, column = run.shares.probe_ids, Column(rule.region)
     cells = compare_tables(

@@ -342,8 +342,8 @@ def confirmation_sentence(found: Confirmation) -> str:
     changed = f"{before} before, {after} after"
     word = "confirmed" if found.confirmed else "not confirmed"
     return (
-        f"Occlusion of {clip(found.region, NAME_WIDTH)} ({clip(found.occlusion, NAME_WIDTH)}): target logit "
-        f"{changed}, difference {quantity('logit_change', found.difference, signed=True)} {ends} over "
+        f"Occlusion of {clip(found.region, NAME_WIDTH)} ({clip(found.occlusion, NAME_WIDTH)}) moves the "
+        f"target logit by {changed}, difference {quantity('logit_change', found.difference, signed=True)} {ends} over "
         f"{count(found.n_probes, 'probe')}: {word}."
     )
 
