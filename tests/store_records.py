@@ -100,7 +100,20 @@ def make_captured(probe_id: str, *, layers: int = 3, seed: int = 0) -> Captured:
     """Return the capture of a text probe of 4 to 9 tokens."""
     item = make_map(probe_id, text_positions(4 + len(probe_id) % 6), layers=layers, seed=seed)
     logits = tuple(float(np.float32(x)) for x in np.random.default_rng(seed).normal(size=2))
-    return Captured((item,), Prediction(probe_id, logits, "pos", "neg", logits[0], "neg", len(item.weights)))
+    return Captured(
+        (item,),
+        Prediction(
+            probe_id,
+            logits,
+            "pos",
+            "neg",
+            logits[0],
+            "neg",
+            len(item.weights),
+            group="g",
+            segments={"b": "1", "a": "é"},
+        ),
+    )
 
 
 def measure(item: Map, regions: Sequence[str] = ("names", "rest")) -> list[Reliance]:

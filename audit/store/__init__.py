@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from audit.errors import StoreError
-from audit.records import Captured, Comparison, Map, Reliance, RunSpec, ShareTable, Verdict, digest
+from audit.records import (
+    Captured,
+    Comparison,
+    Map,
+    Prediction,
+    Reliance,
+    RunSpec,
+    ShareTable,
+    Verdict,
+    digest,
+)
 from audit.schema import SCHEMA_VERSION
 from audit.serialize import from_json
 from audit.store import _comparisons, _log, _upkeep
@@ -85,7 +95,7 @@ class Store:
         spec: RunSpec,
         measure: Callable[[Map], Iterable[Reliance]],
         *,
-        labels: Mapping[str, str | None] | None = None,
+        annotate: Callable[[Prediction], Prediction] | None = None,
         counts: Mapping[str, Any] | None = None,
         diagnostics: Mapping[str, Any] | None = None,
         extra: Mapping[str, Any] | None = None,
@@ -97,8 +107,9 @@ class Store:
         spec : RunSpec
         measure : callable
             Gives the reliance of one map in the regions of `spec`.
-        labels : mapping of probe id to label, optional
-            Right classes, where the annotations differ; the other run's by default.
+        annotate : callable, optional
+            Gives a stored prediction the label, group and segments of today's probe set; needed
+            where the annotations differ.
 
         Returns
         -------
@@ -111,10 +122,11 @@ class Store:
             return None
         source = self.manifest(name)
         writer = RunWriter(self.root, spec, source["n_shards"], source).open()
-        predictions = read_predictions(self._paths(name, "predictions"), labels or {})
+        predictions = read_predictions(self._paths(name, "predictions"))
         for index in sorted(set(range(source["n_shards"])) - writer.finished_shards()):
             ids = read_frame(self._shard(name, "maps", index), "maps")["probe_id"].unique(maintain_order=True)
-            answers = (Captured((), predictions[probe_id]) for probe_id in ids)
+            stored = (predictions[probe_id] for probe_id in ids)
+            answers = (Captured((), annotate(one) if annotate else one) for one in stored)
             maps = self.iter_maps(name, shard=index)
             writer.write_shard(index, answers, (one for item in maps for one in measure(item)))
         return writer.publish(counts=counts or {}, diagnostics=diagnostics or {}, extra=extra)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,19 +115,17 @@ def read_frame(paths: list[Path], table: str, probe_ids: Collection[str] | None 
     return rows.collect()
 
 
-def read_predictions(paths: list[Path], labels: Mapping[str, str | None]) -> dict[str, Prediction]:
-    """Return predictions by probe id, with the labels of `labels` where it has any."""
-    rows = read_frame(paths, "predictions").to_dicts()
-    return {
-        row["probe_id"]: Prediction(
-            **{
-                **row,
-                "logits": None if row["logits"] is None else tuple(row["logits"]),
-                "label": labels.get(row["probe_id"], row["label"]),
-            }
-        )
-        for row in rows
-    }
+def read_predictions(paths: list[Path]) -> dict[str, Prediction]:
+    """Return predictions by probe id."""
+    import pyarrow.parquet as pq
+
+    rows = [row for path in paths for row in pq.read_table(path, partitioning=None).to_pylist()]
+    return {row["probe_id"]: Prediction(**_prediction_fields(row)) for row in rows}
+
+
+def _prediction_fields(row: dict[str, Any]) -> dict[str, Any]:
+    logits = None if row["logits"] is None else tuple(row["logits"])
+    return {**row, "logits": logits, "segments": dict(row["segments"])}
 
 
 def iter_maps(maps: list[Path], layers: list[Path]) -> Iterator[Map]:

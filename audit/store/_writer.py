@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from audit.errors import StoreError
 from audit.records import Captured, Reliance, RunSpec, digest
 from audit.schema import SCHEMA_VERSION, arrow_schema
 from audit.serialize import to_json
 from audit.store import _log
+from audit.store._aggregate import probe_ids, write_aggregate
 from audit.store._files import (
     MANIFEST,
     check_file,
@@ -32,8 +31,9 @@ from audit.store._files import (
     sync_file,
     writing,
 )
-from audit.store._rows import PartWriter, open_parquet, write_captured, write_reliance
+from audit.store._rows import open_parquet, write_captured, write_reliance
 
+Item = TypeVar("Item")
 _PARTS = ("maps", "layer_maps")
 _COMPACTED = ("reliance", "layers", "predictions")
 _GROUP_BYTES = 4 << 20
@@ -153,14 +153,20 @@ class RunWriter:
             )
         if self.published or self._shard(index).exists():
             return
-        with writing(self.path):
-            try:
-                self._stage(index, captured, reliance)
-            except FileNotFoundError:
-                if not self.published:  # otherwise another writer was faster
-                    raise
+        try:
+            with writing(self.path):
+                self._stage(index, _marked(captured), _marked(reliance))
+        except _CaptureError as failure:
+            raise failure.error from None
 
     def _stage(self, index: int, captured: Iterable[Captured], reliance: Iterable[Reliance]) -> None:
+        try:
+            self._stage_whole(index, captured, reliance)
+        except FileNotFoundError:
+            if not self.published:  # otherwise another writer was faster and has tidied up
+                raise
+
+    def _stage_whole(self, index: int, captured: Iterable[Captured], reliance: Iterable[Reliance]) -> None:
         self._staged.mkdir(parents=True, exist_ok=True)
         with scratch_directory(self.path) as scratch:
             rows = write_captured(scratch, captured) | write_reliance(scratch, reliance)
@@ -269,7 +275,7 @@ class RunWriter:
         diagnostics: Mapping[str, Any],
         extra: Mapping[str, Any],
     ) -> dict[str, Any]:
-        ids = _probe_ids(self.path, self.run_id)
+        ids = probe_ids(self.path, self.run_id)
         try:
             return {
                 "schema_version": SCHEMA_VERSION,
@@ -293,6 +299,21 @@ class RunWriter:
         for path in (self._staged, *self.path.glob(".tmp-*")):
             shutil.rmtree(path, ignore_errors=True)
         (self.path / "plan.json").unlink(missing_ok=True)
+
+
+class _CaptureError(Exception):
+    """Carries an OSError of the capture past the handling of the store's own."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _marked(items: Iterable[Item]) -> Iterator[Item]:
+    try:
+        yield from items
+    except OSError as error:
+        raise _CaptureError(error) from error
 
 
 def _groups(parts: list[Path]) -> Iterator[list[Path]]:
@@ -335,43 +356,6 @@ def _link_or_copy(source: Path, target: Path) -> None:
     temporary.replace(target)
     temporary.unlink(missing_ok=True)  # renaming one name of a file to another of its names keeps both
     sync_directory(target.parent)
-
-
-def _probe_ids(run: Path, run_id: str) -> list[str]:
-    """Return the run's probes in order, after checking that reliance and predictions agree on them."""
-    ids = _column(run / "predictions.parquet", "probe_id")
-    if len(set(ids)) != len(ids):
-        twice = next(probe for probe, count in Counter(ids).items() if count > 1)
-        raise StoreError(f"{run_id}: probe {twice} was captured twice; give each probe its own id")
-    if unknown := sorted(set(_column(run / "reliance.parquet", "probe_id")) - set(ids)):
-        raise StoreError(
-            f"{run_id}: probe {unknown[0]} has reliance but no prediction; store it as captured too"
-        )
-    return ids
-
-
-def _column(path: Path, name: str) -> list[str]:
-    import pyarrow.parquet as pq
-
-    values: list[str] = pq.read_table(path, columns=[name], partitioning=None).column(0).to_pylist()
-    return values
-
-
-def write_aggregate(target: Path, run: Path) -> int:
-    """Write the region aggregate of the run's reliance and layers; return its rows."""
-    import duckdb
-    import pyarrow.parquet as pq
-
-    query = (resources.files("audit") / "sql" / "aggregate.sql").read_text()
-    with duckdb.connect() as connection:
-        connection.execute("SET threads = 1")
-        for table in ("reliance", "layers"):
-            connection.register(table, pq.read_table(run / f"{table}.parquet", partitioning=None))
-        result = connection.sql(query).to_arrow_table()
-    schema = arrow_schema("aggregate")
-    with PartWriter(target, "aggregate") as writer:
-        writer.write(result.cast(schema))
-    return writer.rows
 
 
 def log_manifest(root: Path, kind: str, manifest: dict[str, Any], *, fresh: bool) -> None:

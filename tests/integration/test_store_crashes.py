@@ -135,14 +135,17 @@ def test_shard_damaged_while_staged_is_captured_again(tmp_path: Path) -> None:
     assert store.verify(write_run(store)) == []
 
 
-def test_error_of_the_capture_passes_through_and_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt, FileNotFoundError, ValueError])
+def test_error_of_the_capture_passes_through_and_leaves_nothing(
+    tmp_path: Path, error: type[BaseException]
+) -> None:
     writer = Store(tmp_path).begin_run(make_spec(), 1)
 
     def breaks():  # type: ignore[no-untyped-def]
         yield make_captured("p")
-        raise KeyboardInterrupt
+        raise error
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(error):
         writer.write_shard(0, breaks(), [])
     assert writer.finished_shards() == set()
     assert not list(tmp_path.rglob("*.parquet"))

@@ -13,7 +13,7 @@ import polars as pl
 import pytest
 
 from audit.errors import StoreError
-from audit.records import Method, Region
+from audit.records import Method, Prediction, Region
 from audit.schema import TABLES, arrow_schema
 from audit.store import Store
 from tests.store_records import (
@@ -129,7 +129,11 @@ def test_run_that_differs_only_in_regions_lists_the_other_runs_maps(tmp_path: Pa
     store = Store(tmp_path)
     source = write_run(store)
     spec = make_spec(regions=(Region("words", "terms"),), annotations_digest="9" * 64)
-    manifest = store.relink_run(spec, lambda m: measure(m, ["words"]), labels={"1e5": "pos"})
+
+    def annotate(prediction: Prediction) -> Prediction:
+        return replace(prediction, label="pos") if prediction.probe_id == "1e5" else prediction
+
+    manifest = store.relink_run(spec, lambda m: measure(m, ["words"]), annotate=annotate)
     assert manifest is not None
     run = manifest["run_id"]
     assert manifest["maps_of"] == source

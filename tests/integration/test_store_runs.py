@@ -118,6 +118,14 @@ def test_maps_as_a_frame_keep_ids_that_look_like_numbers_or_dates(finished: tupl
     assert store.predictions(run)["probe_id"].to_list() == list(PROBE_IDS)
 
 
+def test_predictions_keep_every_field(finished: tuple[Store, str]) -> None:
+    store, run = finished
+    for row, probe_id in zip(store.predictions(run).to_dicts(), PROBE_IDS, strict=True):
+        expected = make_captured(probe_id).prediction
+        found = {**row, "logits": tuple(row["logits"]), "segments": dict(row["segments"])}
+        assert Prediction(**found) == expected
+
+
 def test_map_of_an_absent_probe_or_stream_is_a_clear_error(finished: tuple[Store, str]) -> None:
     store, run = finished
     for probe, stream in (("nobody", "input"), ("1e5", "image")):
