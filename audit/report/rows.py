@@ -339,11 +339,11 @@ def confirmation_sentence(found: Confirmation) -> str:
     """Return what occluding a region did to the target logit on both checkpoints."""
     ends = span("logit", found.interval)
     before, after = (quantity("logit", value) for value in (found.before, found.after))
-    changed = f"{before} before, {after} after"
+    changed = quantity("logit_change", found.difference, signed=True)
     word = "confirmed" if found.confirmed else "not confirmed"
     return (
         f"Occlusion of {clip(found.region, NAME_WIDTH)} ({clip(found.occlusion, NAME_WIDTH)}) moves the "
-        f"target logit by {changed}, difference {quantity('logit_change', found.difference, signed=True)} {ends} over "
+        f"target logit by {before} before, {after} after, difference {changed} {ends} over "
         f"{count(found.n_probes, 'probe')}: {word}."
     )
 
