@@ -10,7 +10,7 @@ import streamlit as st
 from audit.errors import AuditError
 from audit.report.wording import clip
 from dashboards import state, theme
-from dashboards.views import compare, overview
+from dashboards.views import compare, overview, probe
 
 LOG = logging.getLogger("rollout-audit.dashboard")
 
@@ -26,6 +26,7 @@ def main() -> None:
             overview.page, title="Overview", icon=":material/list_alt:", url_path="overview", default=True
         ),
         st.Page(compare.page, title="Comparison", icon=":material/compare_arrows:", url_path="compare"),
+        st.Page(probe.page, title="Probe", icon=":material/search:", url_path="probe"),
     ]
     chosen = st.navigation(pages)
     state.remember(pages)

@@ -18,8 +18,11 @@ from dashboards.theme import OUTCOMES, SHAPES, Palette
 ROW = 40
 AXIS = 52
 """Pixels that the axis and its title take below a plot."""
-PICK = "pick"
+FAR = 6
+"""A limit so many times the largest shift is named below the plot instead of drawn."""
 LABEL_WIDTH = 22
+SIGNED = "datum.value == 0 ? '0' : replace(format(datum.value, '+.2~r'), '0.', '.')"
+"""Tick labels as the sentences print numbers: +.05."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ def forest(lines: Sequence[Line], colours: Palette, *, measure: str = "shift") -
         Names the axis.
     """
     points = [_point(line) for line in lines]
-    limits = [limit for line in lines for limit in _limits(line)]
+    limits = [limit for line in lines for limit in _limits(line) if not _far(limit, lines)]
     dots = [
         {"name": line.name, "value": value, "text": quantity(measure, value)}
         for line in lines
@@ -75,7 +78,7 @@ def forest(lines: Sequence[Line], colours: Palette, *, measure: str = "shift") -
         "value:Q",
         title=f"{measure.replace('_', ' ')} (after − before, share of the content)",
         scale=alt.Scale(domain=[low, high], nice=False),
-        axis=alt.Axis(grid=True, gridColor=colours.line, tickCount=7, format="+.3~f", domain=False),
+        axis=alt.Axis(grid=True, gridColor=colours.line, tickCount=7, labelExpr=SIGNED, domain=False),
     )
     y = alt.Y(
         "name:N",
@@ -139,6 +142,18 @@ def forest(lines: Sequence[Line], colours: Palette, *, measure: str = "shift") -
     return _finish(
         alt.layer(band, zero, ticks, replicates, bars, marks, numbers), max(2, len(lines)) * ROW, colours
     )
+
+
+def far_limits(lines: Sequence[Line]) -> list[str]:
+    """Return the limits that the forest plot leaves out, because the shifts beside them would vanish."""
+    far = [limit for line in lines for limit in _limits(line) if _far(limit, lines)]
+    return list(dict.fromkeys(f"{limit['name']} {limit['text']}" for limit in far))
+
+
+def _far(limit: dict[str, Any], lines: Sequence[Line]) -> bool:
+    values = [line.cell.value for line in lines] + [end for line in lines for end in line.cell.interval or ()]
+    largest = max((abs(value) for value in values if value is not None), default=0.0)
+    return bool(largest and abs(limit["value"]) > FAR * largest)
 
 
 def _same(channel: alt.X, field: str) -> alt.X:
@@ -239,7 +254,7 @@ def heat_map(cells: Sequence[Cell], order: Sequence[str], colours: Palette) -> a
                 title="shift",
                 orient="right",
                 gradientLength=110,
-                format="+.2~f",
+                labelExpr=SIGNED,
                 values=[-largest, 0, largest],
             ),
         ),
@@ -263,7 +278,7 @@ def heat_map(cells: Sequence[Cell], order: Sequence[str], colours: Palette) -> a
 
 
 def histogram(
-    values: np.ndarray[Any, Any], mean: float | None, colours: Palette, *, title: str, bins: int = 41
+    values: np.ndarray[Any, Any], mean: float | None, colours: Palette, *, title: str
 ) -> alt.LayerChart:
     """Return how a shift is distributed over probes; zero and the mean are marked.
 
@@ -275,6 +290,7 @@ def histogram(
         The cell's own value.
     """
     reach = float(np.abs(values).max(initial=0.0)) or 0.01
+    bins = int(np.clip(2 * np.sqrt(len(values)), 11, 51)) | 1  # odd: one bar stands around zero
     counts, edges = np.histogram(values, bins=bins, range=(-reach, reach))
     bars = [
         {
@@ -291,7 +307,7 @@ def histogram(
         bin="binned",
         title=title,
         scale=alt.Scale(domain=[-reach, reach], nice=False),
-        axis=alt.Axis(format="+.2~f", grid=False, tickCount=7),
+        axis=alt.Axis(labelExpr=SIGNED, grid=False, tickCount=7),
     )
     columns = (
         alt.Chart(alt.Data(values=bars))
@@ -332,6 +348,44 @@ def histogram(
 
 def _side(low: float, high: float) -> str:
     return "fell" if high <= 0 else "rose" if low >= 0 else "about zero"
+
+
+def over_time(
+    times: np.ndarray[Any, Any], before: np.ndarray[Any, Any], after: np.ndarray[Any, Any], colours: Palette
+) -> alt.LayerChart:
+    """Return the share of each time span before and after.
+
+    Parameters
+    ----------
+    times : float array (frame, 2)
+        Start and end in seconds.
+    before, after : float array (frame,)
+    """
+    rows_ = [
+        {"start": float(start), "end": float(end), "share": float(value), "when": when}
+        for when, weights in (("before", before), ("after", after))
+        for (start, end), value in zip(times, weights, strict=True)
+    ]
+    lines = (
+        alt.Chart(alt.Data(values=rows_))
+        .mark_line(interpolate="step-after", strokeWidth=1.8)
+        .encode(
+            x=alt.X("start:Q", title="seconds"),
+            y=alt.Y("share:Q", title="share of the map"),
+            color=alt.Color(
+                "when:N",
+                scale=alt.Scale(domain=["before", "after"], range=[colours.down, colours.up]),
+                legend=alt.Legend(title=None, orient="top"),
+            ),
+            tooltip=[
+                alt.Tooltip("start:Q", format=".3f"),
+                alt.Tooltip("end:Q", format=".3f"),
+                alt.Tooltip("share:Q", format=".4f"),
+                alt.Tooltip("when:N"),
+            ],
+        )
+    )
+    return _finish(alt.layer(lines), 200, colours)
 
 
 def _finish(chart: alt.LayerChart, height: int, colours: Palette) -> alt.LayerChart:

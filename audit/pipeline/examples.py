@@ -86,7 +86,7 @@ def _example(probe_id: str, before: Map, after: Map, contents: dict[str, Probe])
             _content_share(before.weights[patches]),
             _content_share(after.weights[patches]),
             grid=positions.grid,
-            png=None if probe is None or probe.image is None else _png(probe, positions),
+            png=None if probe is None or probe.image is None else probe_png(probe, positions),
         )
     words = None if probe is None else token_texts(probe, positions)
     return Example(probe_id, _caption(before, after), "text", before.weights, after.weights, words=words)
@@ -115,7 +115,7 @@ def token_texts(probe: Probe, positions: Positions) -> tuple[str, ...]:
     )
 
 
-def _png(probe: Probe, positions: Positions) -> bytes | None:
+def probe_png(probe: Probe, positions: Positions) -> bytes | None:
     """Return the part of the stored image that the patches cover."""
     from PIL import Image
 

@@ -46,9 +46,9 @@ def page() -> None:
     _layers(comparison, cells)
     _distribution(name, comparison, cells, chosen)
     _segments(comparison)
+    _rules(verdict)
     if chosen is not None:
         probes_table.draw(name, chosen)
-    _rules(verdict)
     _methods(comparison, manifests)
     _cell_table(comparison, cells)
     state.publish(*KEYS)
@@ -208,6 +208,9 @@ def _forest(comparison: Comparison, cells: Sequence[Cell], verdict: Verdict | No
         ]
         st.altair_chart(charts.forest(lines, theme.palette()), alt=f"Shift of {len(lines)} regions")
         _legend(level)
+        far = charts.far_limits(lines)
+        if far:
+            blocks.note(f"Limits far outside the plot: {blocks.text('; '.join(far))}.")
         if len(found) > 40:
             blocks.note(f"The 40 largest of {len(found)} regions; all stand in the table below.")
 
@@ -351,31 +354,34 @@ def _rule(row: rows.RuleRow) -> str:
     )
 
 
-def _methods(comparison: Comparison, manifests: Sequence[Mapping[str, Any]]) -> None:
-    """Draw the shifts that other methods found between the same two checkpoints."""
+def same_pair(comparison: Comparison, manifests: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return method → newest comparison of the same two checkpoints; empty where runs are unknown."""
     one, two = comparison.before, comparison.after
     if one is None or two is None:
-        return
-    same = [
-        m
-        for m in manifests
-        if m["before"]
-        and m["after"]
-        and (m["before"]["digest"], m["after"]["digest"]) == (one.digest, two.digest)
-        and m["kind"] == comparison.kind
-    ]
-    methods = {str(m["method"]): str(m["comparison_id"]) for m in reversed(same)}
+        return {}
+    return {
+        str(m["method"]): str(m["comparison_id"])
+        for m in reversed(manifests)
+        if m["before"] and m["after"] and m["kind"] == comparison.kind
+        if (m["before"]["digest"], m["after"]["digest"]) == (one.digest, two.digest)
+    }
+
+
+def _methods(comparison: Comparison, manifests: Sequence[Mapping[str, Any]]) -> None:
+    """Draw the shifts that other methods found between the same two checkpoints."""
+    methods = same_pair(comparison, manifests)
     if len(methods) < 2:
         return
     with blocks.section("Do other methods agree", "The same two checkpoints, maps made in another way."):
-        found = {method: data.comparison(name) for method, name in methods.items()}
-        table = {method: {c.region: c for c in shifts(c_.cells, "model")} for method, c_ in found.items()}
-        regions = [c.region for c in rows.by_size(shifts(comparison.cells, "model"))]
+        table = {}
+        for method, name in methods.items():
+            table[method] = {cell.region: cell for cell in shifts(data.comparison(name).cells, "model")}
+        regions = [cell.region for cell in rows.by_size(shifts(comparison.cells, "model"))]
         body = [
-            [f"<b>{blocks.text(region)}</b>"] + [_short(table[m].get(region)) for m in table]
+            [f"<b>{blocks.text(region)}</b>"] + [_short(found.get(region)) for found in table.values()]
             for region in regions
         ]
-        blocks.html(blocks.table(("region", *(blocks.text(m) for m in table)), body))
+        blocks.html(blocks.table(("region", *(blocks.text(method) for method in table)), body))
 
 
 def _short(cell: Cell | None) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import streamlit as st
@@ -49,8 +50,15 @@ def models(manifests: Sequence[Mapping[str, Any]]) -> list[Model]:
         Model(blocks.pair_name(key[0], key[1]), key[2], key[3], tuple(history))
         for key, history in grouped.items()
     ]
+    twice = {model.name for model in found if sum(other.name == model.name for other in found) > 1}
+    found = [replace(model, name=_long_name(model)) if model.name in twice else model for model in found]
     newest = sorted(found, key=lambda model: str(model.latest["provenance"]["time"]), reverse=True)
     return sorted(newest, key=lambda model: ORDER.index(model.outcome))
+
+
+def _long_name(model: Model) -> str:
+    sides = [str((model.latest[side] or {}).get("checkpoint", "")) for side in ("before", "after")]
+    return " → ".join(blocks.clip("/".join(Path(side).parts[-2:]), 60) for side in sides)
 
 
 def page() -> None:
@@ -153,7 +161,7 @@ def _card(model: Model) -> None:
             )
         with right:
             _figure(name, model)
-            state.link("compare", "Open the comparison", ":material/arrow_forward:", comparison=name)
+            state.link("compare", "Open", ":material/arrow_forward:", comparison=name)
 
 
 def _sentence(manifest: Mapping[str, Any]) -> str:

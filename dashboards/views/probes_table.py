@@ -44,6 +44,8 @@ def draw(name: str, chosen: Selected) -> None:
             "change",
             "group",
         )
+        shown = shown[[column.name for column in shown if column.null_count() < len(column)]]
+        largest = shown["js_distance"].max() if "js_distance" in shown.columns else None
         event = st.dataframe(
             shown.head(SHOWN),
             hide_index=True,
@@ -58,7 +60,7 @@ def draw(name: str, chosen: Selected) -> None:
                     help=blocks.GLOSSARY["JS distance"],
                     format="%.3f",
                     min_value=0.0,
-                    max_value=1.0,
+                    max_value=float(largest or 1.0),
                 ),
                 "predicted_before": "predicted before",
                 "predicted_after": "predicted after",
