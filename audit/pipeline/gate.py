@@ -47,8 +47,7 @@ def run_audit(
     ------
     AuditError
     """
-    if not config.gate.rules:
-        raise NothingEvaluatedError("the policy has no rules; add at least one [[gate.rules]]")
+    require_rules(config)
     capture_all(plan_audit(config), progress=progress)
     return gate_runs(
         config,
@@ -56,6 +55,18 @@ def run_audit(
         allow=allow,
         confirm=config.report.confirm if confirm is None else confirm,
     )
+
+
+def require_rules(config: AuditConfig) -> None:
+    """Refuse before any capture what could end in no verdict.
+
+    Raises
+    ------
+    NothingEvaluatedError
+        When the policy has no rules.
+    """
+    if not config.gate.rules:
+        raise NothingEvaluatedError("the policy has no rules; add at least one [[gate.rules]]")
 
 
 def gate_runs(
