@@ -226,8 +226,15 @@ def identical(cell: Cell, rule: Rule, comparison: Comparison) -> RuleVerdict:
 # --- limit rules ------------------------------------------------------------------------------
 
 
-def judge_limit(cell: Cell, rule: Rule, comparison: Comparison, policy: Policy) -> RuleVerdict:
+def judge_limit(
+    cell: Cell, rule: Rule, comparison: Comparison, policy: Policy, *, explained: bool | None
+) -> RuleVerdict:
     """Judge a cell against the policy's limit; replicates explain, and change nothing.
+
+    Parameters
+    ----------
+    explained : bool or None
+        What the replicates say about the cell, the same for every rule that judges it.
 
     Raises
     ------
@@ -251,7 +258,6 @@ def judge_limit(cell: Cell, rule: Rule, comparison: Comparison, policy: Policy) 
     # The limit has a direction; whether re-training explains the value is asked on both sides.
     either = replace(rule, direction="both")
     floor = floor_of(cell, either, comparison.replicate_kinds, policy)
-    explained = None if floor.test is None else bool((floor.test.pvalue or 0.0) > policy.alpha)
     remark = [retraining(floor, rule.measure), explanation(explained)] if floor.values else []
     if _limit_in_noise(cell, fail, floor, policy.alpha):
         remark.append("the limit lies inside the noise floor")
@@ -306,7 +312,14 @@ def effect_of(cell: Cell, excess: float) -> float:
 
 
 def judge_excess(
-    cell: Cell, rule: Rule, comparison: Comparison, policy: Policy, *, adjusted: float | None, tests: int
+    cell: Cell,
+    rule: Rule,
+    comparison: Comparison,
+    policy: Policy,
+    *,
+    adjusted: float | None,
+    tests: int,
+    explained: bool | None,
 ) -> RuleVerdict:
     """Judge a cell against the noise floor.
 
@@ -314,6 +327,8 @@ def judge_excess(
     ----------
     adjusted : float or None
         Holm-adjusted p-value of the cell's replicate test over the policy's `tests` excess tests.
+    explained : bool or None
+        What the replicates say about the cell, the same for every rule that judges it.
 
     Raises
     ------
@@ -353,9 +368,9 @@ def judge_excess(
         rule,
         comparison,
         outcome=outcome,
-        sentence=excess_sentence(cell, rule, outcome, floor, numbers=numbers),
+        sentence=excess_sentence(cell, rule, outcome, floor, numbers=numbers, explained=explained),
         limit=within,
-        explained={Outcome.FAIL: False, Outcome.PASS: True}.get(outcome),
+        explained=explained,
         needed=needed,
         reason=reason,
         **facts,

@@ -157,13 +157,22 @@ def explanation(explained: bool | None) -> str:
     return "so re-training alone could explain it" if explained else "so re-training does not explain it"
 
 
-def excess_sentence(cell: Cell, rule: Rule, outcome: Outcome, floor: Floor, *, numbers: str) -> str:
-    """Return the sentence of an excess rule; `numbers` tells the test and the margin."""
+def excess_sentence(
+    cell: Cell, rule: Rule, outcome: Outcome, floor: Floor, *, numbers: str, explained: bool | None = None
+) -> str:
+    """Return the sentence of an excess rule; `numbers` tells the test and the margin.
+
+    A shift that the replicate test rejects (`explained` False) is never said to be harmless, even where
+    the policy allows it.
+    """
     if outcome is Outcome.FAIL:
-        head = f"{movement(cell)}, by more than harmless re-training explains"
+        head = beyond_retraining(cell, floor.test)
     elif outcome is Outcome.PASS:
-        moved = f"{_EFFECTS[cell.effect]}the attention map moved no more{_at(cell)}"
-        head = f"{moved} than harmless re-training does"
+        allowed = f"{beyond_retraining(cell, floor.test)}, yet within what the policy allows"
+        head = allowed if explained is False else _no_further(cell, rule)
+    elif explained is False:
+        open_end = "whether that is within what the policy allows is open"
+        head = f"{beyond_retraining(cell, floor.test)}; {open_end}"
     else:
         head = (
             f"{_EFFECTS[cell.effect]}it is open whether the attention map moved more{_at(cell)} "
@@ -171,6 +180,29 @@ def excess_sentence(cell: Cell, rule: Rule, outcome: Outcome, floor: Floor, *, n
         )
     parts = [measured(cell), numbers, retraining(floor, rule.measure)]
     return f"{head}: " + "; ".join(part for part in parts if part)
+
+
+def beyond_retraining(cell: Cell, test: ReplicateTest | None) -> str:
+    """Return how a value that the replicate test rejects differs from harmless re-training."""
+    low, high = cell.interval or (-math.inf, math.inf)
+    excess = 0.0 if test is None or test.excess is None else test.excess
+    if cell.measure != "shift" or (low > 0 and excess > 0) or (high < 0 and excess < 0):
+        return f"{movement(cell)}, by more than harmless re-training explains"
+    if low > 0 or high < 0:
+        return f"{movement(cell)}, but not as far as harmless re-training moves it"
+    return (
+        f"{_EFFECTS[cell.effect]}the attention map's shift{_at(cell)} differs from that of harmless "
+        "re-training by more than chance explains"
+    )
+
+
+def _no_further(cell: Cell, rule: Rule) -> str:
+    way = {"increase": "further towards", "decrease": "further away from"}.get(rule.direction)
+    if way is None or cell.measure != "shift":
+        moved = f"moved no more{_at(cell)}"
+    else:
+        moved = f"moved no {way} {place(cell)}"
+    return f"{_EFFECTS[cell.effect]}the attention map {moved} than harmless re-training does"
 
 
 def excess_numbers(test: ReplicateTest, within: float, rule: Rule, adjusted: float | None, tests: int) -> str:

@@ -7,6 +7,7 @@ starts fast.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from audit._floor import floor_of, plural
@@ -81,8 +82,7 @@ def evaluate_gate(comparison: Comparison, policy: Policy) -> Verdict:
             f"the runs differ in {', '.join(comparison.mismatches)}; capture them alike, or pass "
             "--allow-mismatch, with which the verdict is INCONCLUSIVE",
         )
-    judged = [_cap(one, comparison) for one in _judge(comparison, policy)]
-    return _verdict(comparison, policy, judged)
+    return conclude(comparison, policy, [_cap(one, comparison) for one in _judge(comparison, policy)])
 
 
 def _judge(comparison: Comparison, policy: Policy) -> list[RuleVerdict]:
@@ -94,17 +94,19 @@ def _judge(comparison: Comparison, policy: Policy) -> list[RuleVerdict]:
         except ConfigError as error:
             targets.append((rule, error))
     adjusted = _adjusted_pvalues(targets, comparison, policy)
+    explained = _explained(targets, adjusted, comparison, policy)
     found = []
     for i, (rule, cell) in enumerate(targets):
         try:
             if isinstance(cell, ConfigError):
                 raise cell
+            told = explained[cell]
             if rule.kind == "limit":
-                found.append(judge_limit(cell, rule, comparison, policy))
+                found.append(judge_limit(cell, rule, comparison, policy, explained=told))
             else:
-                pvalue = adjusted.get(i)
+                pvalue, tests = adjusted.get(i), len(adjusted)
                 found.append(
-                    judge_excess(cell, rule, comparison, policy, adjusted=pvalue, tests=len(adjusted))
+                    judge_excess(cell, rule, comparison, policy, adjusted=pvalue, tests=tests, explained=told)
                 )
         except ConfigError as error:
             region = rule.region if isinstance(cell, ConfigError) else cell.region
@@ -128,6 +130,31 @@ def _adjusted_pvalues(
         if test is not None and test.pvalue is not None:
             raw[i] = test.pvalue
     return dict(zip(raw, holm(list(raw.values())).tolist(), strict=True))
+
+
+def _explained(
+    targets: list[tuple[Rule, Cell | ConfigError]],
+    adjusted: dict[int, float],
+    comparison: Comparison,
+    policy: Policy,
+) -> dict[Cell, bool | None]:
+    """Return, for each cell, whether re-training alone could explain it: one answer for all its rules.
+
+    False when an excess rule's test rejects, or the two-sided test does after Bonferroni's correction
+    for the policy's excess tests; None where there is no test.
+    """
+    found: dict[Cell, bool | None] = {}
+    for rule, cell in targets:
+        if isinstance(cell, ConfigError) or cell in found:
+            continue
+        test = floor_of(cell, replace(rule, direction="both"), comparison.replicate_kinds, policy).test
+        own = [p for i, p in adjusted.items() if targets[i][1] is cell]
+        if test is None or test.pvalue is None or precheck(cell, rule, comparison, policy) is not None:
+            found[cell] = None
+        else:
+            correction = len(adjusted) if own else 1
+            found[cell] = min([min(1.0, test.pvalue * correction), *own]) > policy.alpha
+    return found
 
 
 def _cap(found: RuleVerdict, comparison: Comparison) -> RuleVerdict:
@@ -157,7 +184,11 @@ def _refused(comparison: Comparison, policy: Policy, code: ExitCode, reason: str
     )
 
 
-def _verdict(comparison: Comparison, policy: Policy, judged: list[RuleVerdict]) -> Verdict:
+def conclude(comparison: Comparison, policy: Policy, judged: Sequence[RuleVerdict]) -> Verdict:
+    """Return the verdict of rules that were judged: the worst outcome, its sentence and exit code.
+
+    An approved rule has passed; the sentence says how many did so by approval.
+    """
     outcome = worst(one.outcome for one in judged)
     code = ExitCode.CONFIG if outcome is Outcome.ERROR else _EXIT[outcome]
     allowed = ("mismatch",) if comparison.mismatches else ()
@@ -176,9 +207,16 @@ def _verdict(comparison: Comparison, policy: Policy, judged: list[RuleVerdict]) 
     )
 
 
-def _summary(outcome: Outcome, judged: list[RuleVerdict], deciding: list[RuleVerdict]) -> str:
+def _summary(outcome: Outcome, judged: Sequence[RuleVerdict], deciding: list[RuleVerdict]) -> str:
+    approved = [one for one in judged if one.approved_by]
     if len(judged) == 1:
-        return judged[0].sentence
+        return (
+            f"{judged[0].sentence}; approved by {approved[0].approved_by}" if approved else judged[0].sentence
+        )
+    if outcome is Outcome.PASS and approved:
+        held = len(judged) - len(approved)
+        who = "; ".join(dict.fromkeys(str(one.approved_by) for one in approved))
+        return f"{held} of {len(judged)} conditions hold, {len(approved)} accepted by approval: {who}"
     if outcome is Outcome.PASS:
         warned = sum(one.warned for one in judged)
         extra = f", {warned} with a warning" if warned else ""

@@ -587,7 +587,7 @@ class RuleVerdict:
     """The outcome of one rule on one cell, with every number a reader needs to check it.
 
     `floor` is the mean and SD of the replicates' shifts; `explained` says whether re-training alone
-    explains the value (None = cannot be said); `needed` is how many probes or replicates would settle
+    could explain the value (None = cannot be said), the same for every rule on one cell; `needed` is how many probes or replicates would settle
     an INCONCLUSIVE rule.
     """
 

@@ -206,7 +206,7 @@ def _notes(found: RuleVerdict) -> tuple[str, ...]:
     if found.adjusted_pvalue is not None and not re.search(r"\bp [=<] ", found.sentence):
         notes.append(f"Replicate test, Holm-adjusted p {_equals(found.adjusted_pvalue)}.")
     if found.explained is not None and "explain" not in found.sentence:
-        notes.append(f"Re-training alone {'explains' if found.explained else 'does not explain'} this.")
+        notes.append(f"Re-training alone {'could' if found.explained else 'does not'} explain this.")
     if found.confirmation is not None:
         word = "Confirmed" if found.confirmation.confirmed else "Not confirmed"
         notes.append(f"{word} by occlusion.")

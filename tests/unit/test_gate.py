@@ -219,6 +219,59 @@ def test_excess_below_the_effect_floor_does_not_fail():
     expect(judge(comparison(small), excess(within=0.005), effect_floor=0.002), "FAIL", 3)
 
 
+@pytest.mark.parametrize("within", [0.05, 0.005])
+def test_a_rejected_shift_is_never_said_to_be_harmless(within):
+    found = judge(comparison(cell(0.009)), excess(within=within)).rules[0]
+    assert found.explained is False
+    assert found.sentence.startswith("the attention map moved towards 'corner', by more than harmless")
+    allowed = "yet within what the policy allows" in found.sentence
+    assert allowed is (found.outcome is Outcome.PASS)
+
+
+def test_a_move_against_the_rules_direction_is_not_said_to_be_harmless():
+    found = judge(comparison(cell(-0.052)), excess(direction="increase")).rules[0]
+    assert (found.outcome, found.explained) == (Outcome.PASS, False)
+    assert "by more than harmless re-training explains, yet within what the policy allows" in found.sentence
+
+
+def test_a_harmless_move_is_told_by_the_rules_direction():
+    found = judge(comparison(cell(0.001)), excess(direction="increase")).rules[0]
+    assert "moved no further towards 'corner' than harmless re-training does" in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("value", "replicates", "said"),
+    [
+        (0.02, (0.05, 0.051, 0.049, 0.05, 0.052), "but not as far as harmless re-training moves it"),
+        (0.0, (0.05, 0.051, 0.049, 0.05, 0.052), "shift on 'corner' differs from that of harmless"),
+    ],
+)
+def test_a_shift_smaller_than_the_replicates_is_told_as_such(value, replicates, said):
+    found = judge(comparison(cell(value, replicates=replicates)), excess()).rules[0]
+    assert found.outcome is Outcome.FAIL
+    assert said in found.sentence
+    assert "by more than harmless re-training explains" not in found.sentence
+
+
+@pytest.mark.parametrize("value", [0.0, 0.0065, 0.009, 0.015, 0.052, -0.052])
+@pytest.mark.parametrize("direction", ["both", "increase", "decrease"])
+def test_every_rule_on_a_cell_tells_the_same_about_retraining(value, direction):
+    others = [cell(0.0, region=f"r{i}") for i in range(9)]
+    compared = comparison(cell(value), *others)
+    rules = [limit(), limit(direction=direction), excess(direction=direction), excess(region="*")]
+    told = {rule.explained for rule in judge(compared, *rules).rules if rule.region == "corner"}
+    assert len(told) == 1
+
+
+def test_limit_follows_holm_where_an_excess_rule_judges_the_same_cell():
+    borderline = cell(0.0075)  # rejected alone, not among ten
+    assert judge(comparison(borderline), limit()).rules[0].explained is False
+    others = [cell(0.0, region=f"r{i}") for i in range(9)]
+    both = judge(comparison(borderline, *others), limit(), excess(region="*")).rules
+    assert both[0].explained is both[1].explained is True
+    assert "could explain" in both[0].sentence
+
+
 def test_excess_is_inconclusive_between_margin_and_rejection():
     wide = cell(0.01, replicates=(0.01, -0.01, 0.005, -0.006, 0.002))
     verdict = judge(comparison(wide), excess(within=0.012))
