@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from audit._method_parameters import check_method
 from audit.errors import ConfigError
 from audit.records import CaptureSettings, Effect, Method, Policy, Region, ReplicateKind, Rule
 from audit.regions import parse_regions
@@ -99,11 +100,23 @@ class MethodSection(_Section):
     start_layer: Annotated[int, Field(ge=0)] | None = None
     layer: int | None = None
     form: Literal["relevance", "product"] | None = None
+    head: Annotated[int, Field(ge=0)] | None = None
+    same_head: bool | None = None
+    head_weights: list[list[float]] | None = None
+    steps: Annotated[int, Field(ge=2)] | None = None
+    max_seconds: Annotated[float, Field(gt=0)] | None = None
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        check_method(self.name, self._given())
+        return self
+
+    def _given(self) -> dict[str, Any]:
+        return self.model_dump(exclude={"name", "row"}, exclude_none=True)
 
     def record(self) -> Method:
         """Return the method with only the parameters that were given."""
-        params = self.model_dump(exclude={"name", "row"}, exclude_none=True)
-        return Method(name=self.name, row=self.row, params=params)
+        return Method(name=check_method(self.name, ()), row=self.row, params=self._given())
 
 
 class CaptureSection(_Section):

@@ -2,101 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from audit.capture.settings import PER_HEAD, RAW, ROLLOUT, FoldSettings
 from audit.errors import ConfigError
 from audit.methods.fusion import fuse_heads_counted
 from audit.methods.rollout import add_residual, rollout_step
-from audit.records import Method
 
-ROLLOUT, RAW = "rollout", "raw"
-_FUSION = ("head_fusion", "head_weights", "discard_ratio", "discard_below", "top_k")
-_PARAMETERS = {ROLLOUT: (*_FUSION, "residual", "start_layer"), RAW: (*_FUSION, "layer")}
-
-
-@dataclass(frozen=True)
-class FoldSettings:
-    """Parameters of ``rollout`` and ``raw``; see :func:`audit.methods.attention_rollout`."""
-
-    method: str = ROLLOUT
-    residual: float | tuple[float, ...] = 0.5
-    start_layer: int = 0
-    layer: int = -1
-    head_weights: tuple[tuple[float, ...], ...] | None = None
-    fusion: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def from_method(cls, method: Method) -> FoldSettings:
-        """Read the parameters of `method`.
-
-        Raises
-        ------
-        ConfigError
-            When the method or a parameter is unknown here.
-        """
-        if method.name not in _PARAMETERS:
-            raise ConfigError(
-                f"method {method.name!r} cannot be captured, expected one of {', '.join(_PARAMETERS)}; "
-                "mend [method] name"
-            )
-        for key in method.params:
-            if key not in _PARAMETERS[method.name]:
-                near = difflib.get_close_matches(key, _PARAMETERS[method.name], 1)
-                hint = (
-                    f"; did you mean {near[0]!r}?"
-                    if near
-                    else f"; remove it from [method] of {method.name!r}"
-                )
-                raise ConfigError(f"[method] parameter {key!r} is unknown to {method.name!r}{hint}")
-        return cls._checked(method)
-
-    @classmethod
-    def _checked(cls, method: Method) -> FoldSettings:
-        given = dict(method.params)
-        residual = given.get("residual", 0.5)
-        if isinstance(residual, str):
-            raise ConfigError(
-                f"[method] residual = {residual!r} is not available in a capture; give numbers in [0, 1]"
-            )
-        weights = given.get("head_weights")
-        return cls(
-            method=method.name,
-            residual=tuple(residual) if isinstance(residual, (list, tuple)) else float(residual),
-            start_layer=int(given.get("start_layer", 0)),
-            layer=int(given.get("layer", -1)),
-            head_weights=None if weights is None else tuple(tuple(map(float, row)) for row in weights),
-            fusion={key: given[key] for key in _FUSION if key in given and key != "head_weights"},
-        )
-
-    def residual_of(self, layer: int) -> float:
-        """Return the weight of the identity at `layer` (counted from 0)."""
-        if isinstance(self.residual, float):
-            return self.residual
-        if layer >= len(self.residual):
-            raise ConfigError(
-                f"[method] residual has {len(self.residual)} values, but the checkpoint has more "
-                "layers; give one for each"
-            )
-        return self.residual[layer]
-
-    def head_weights_of(self, layer: int) -> tuple[float, ...] | None:
-        """Return the weights of the heads of `layer`, None where heads are not weighted."""
-        if self.head_weights is None:
-            return None
-        if layer >= len(self.head_weights):
-            raise ConfigError(
-                f"[method] head_weights has {len(self.head_weights)} rows, but the checkpoint has "
-                "more layers; "
-                "give one for each"
-            )
-        return self.head_weights[layer]
+__all__ = ["PER_HEAD", "RAW", "ROLLOUT", "BatchFold", "FoldSettings"]
 
 
 class BatchFold:
@@ -111,6 +27,9 @@ class BatchFold:
         False at pads. Pad rows become identity rows; no valid row draws on them.
     """
 
+    layers_reason: str | None = None
+    """Why there are no maps of single layers; None where there are."""
+
     def __init__(self, settings: FoldSettings, read: Tensor, valid: Tensor) -> None:
         self.settings, self.read, self.valid = settings, read, valid
         self.matrix: Tensor | None = None
@@ -118,36 +37,56 @@ class BatchFold:
         self.empty_rows = torch.zeros(len(read), dtype=torch.int64, device=read.device)
         self.sink = False
         self.causal = torch.ones(len(read), dtype=torch.bool, device=read.device)
+        self.targets: dict[str, int] = {}
 
-    def fold(self, weights: Tensor, *, sink: bool = False) -> None:
+    def fold(self, weights: Tensor, *, sink: bool = False, residual: Tensor | None = None) -> None:
         """Take the next layer's attention.
 
         Parameters
         ----------
         weights : Tensor (batch, head, query, key), one more key with `sink`
+        sink : bool
+        residual : Tensor (batch, query), optional
+            Measured weight of the identity; that of the settings without it.
         """
-        layer = len(self.rows)
-        fused = self._fused(weights.detach(), layer)
-        if sink or self.sink:
-            fused = self._with_sink(fused)
-        raw = self.settings.method == RAW
-        step = fused if raw else add_residual(fused, self.settings.residual_of(layer))
-        if raw or layer <= self.settings.start_layer:
+        fused = self.fused(weights.detach(), sink=sink)
+        self.note_causal(fused)
+        if self.settings.method == RAW:
+            self.push(fused)
+            return
+        rho: float | Tensor = self.settings.residual_of(self.layer) if residual is None else residual
+        if isinstance(rho, Tensor) and fused.shape[1] > rho.shape[1]:
+            rho = torch.nn.functional.pad(rho, (0, 1))
+        self.push(add_residual(fused, rho))
+
+    @property
+    def layer(self) -> int:
+        """Return the index of the layer that comes next."""
+        return len(self.rows)
+
+    def push(self, step: Tensor) -> None:
+        """Take the next layer's matrix (batch, query, key), its residual already in it."""
+        if self.settings.method == RAW or self.layer <= self.settings.start_layer:
             self.matrix = step
         else:
             self.matrix = rollout_step(self.matrix, step)
-        self.causal &= (fused.triu(1)[..., : self.valid.shape[1]] == 0).flatten(1).all(dim=1)
-        self.rows.append(self._row(layer))
+        self.rows.append(self._row(self.layer))
 
-    def _fused(self, weights: Tensor, layer: int) -> Tensor:
+    def note_causal(self, weights: Tensor) -> None:
+        """Note which probes have a position that attends beyond itself; `weights` ends in (query, key)."""
+        later = weights[..., : self.valid.shape[1]].triu(1) == 0
+        self.causal &= later.flatten(1).all(dim=1)
+
+    def fused(self, weights: Tensor, *, sink: bool = False) -> Tensor:
+        """Return the heads of the next layer as one matrix, with the sink's row where there is a sink."""
         padded = not bool(self.valid.all())
         if padded:  # what pad rows hold is garbage, NaN included
             weights = torch.where(self.valid[:, None, :, None], weights, torch.zeros_like(weights))
         fused, empty = fuse_heads_counted(
-            weights, head_weights=self.settings.head_weights_of(layer), **self.settings.fusion
+            weights, head_weights=self.settings.head_weights_of(self.layer), **self.settings.fusion
         )
         self.empty_rows += empty - (~self.valid).sum(dim=1)
-        return fused
+        return self._with_sink(fused) if sink or self.sink else fused
 
     def _with_sink(self, fused: Tensor) -> Tensor:
         """Make the sink a position of its own, which draws on itself alone."""
@@ -164,11 +103,15 @@ class BatchFold:
                 self.matrix[:, -1, -1] = 1
         return torch.cat([fused, absorbing], dim=1)
 
+    @property
+    def read_row(self) -> Tensor:
+        """Return the weights of the rows that are read, with the sink's where there is a sink."""
+        return torch.nn.functional.pad(self.read, (0, 1)) if self.sink else self.read
+
     def _row(self, layer: int) -> Tensor:
-        read = torch.nn.functional.pad(self.read, (0, 1)) if self.sink else self.read
-        if self.settings.method == ROLLOUT and layer < self.settings.start_layer:
-            return read  # below the first layer that takes part, R is the identity
-        return torch.einsum("bq,bqk->bk", read.to(self._matrix.dtype), self._matrix)
+        if self.settings.method != RAW and layer < self.settings.start_layer:
+            return self.read_row  # below the first layer that takes part, R is the identity
+        return torch.einsum("bq,bqk->bk", self.read_row.to(self._matrix.dtype), self._matrix)
 
     @property
     def _matrix(self) -> Tensor:
@@ -178,17 +121,24 @@ class BatchFold:
 
     def final_row(self) -> Tensor:
         """Return the row of the whole stack, or of the layer that ``raw`` asks for: (batch, position)."""
-        index = self.settings.layer if self.settings.method == RAW else -1
+        return self.rows[self._final_layer()]
+
+    def _final_layer(self) -> int:
+        index = self.settings.layer
         if not -len(self.rows) <= index < len(self.rows):
             raise ConfigError(
                 f"[method] layer = {index}, but the checkpoint has {len(self.rows)} layers; mend it"
             )
-        if self.settings.start_layer >= len(self.rows) and self.settings.method == ROLLOUT:
+        if self.settings.start_layer >= len(self.rows):
             raise ConfigError(
                 f"[method] start_layer = {self.settings.start_layer}, but the checkpoint has "
                 f"{len(self.rows)} layers; mend it"
             )
-        return self.rows[index]
+        return index % len(self.rows)
+
+    def diagnostics(self) -> dict[str, Tensor]:
+        """Return numbers that go with the maps: name to (batch,)."""
+        return {"depth_collapse": self.depth_collapse(), "empty_rows": self.empty_rows}
 
     def depth_collapse(self) -> Tensor:
         """Return how different the rows of R still are, in bits: (batch,).
@@ -198,8 +148,36 @@ class BatchFold:
         """
         rows = self._matrix[:, : self.valid.shape[1]].to(torch.float64)
         weight = self.valid.to(torch.float64) / self.valid.sum(dim=1, keepdim=True)
-        mean = torch.einsum("bq,bqk->bk", weight, rows)
-        return (_entropy(mean) - (weight * _entropy(rows)).sum(dim=1)).clamp_min(0.0) / math.log(2)
+        return generalized_divergence(rows, weight)
+
+
+def generalized_divergence(rows: Tensor, weight: Tensor) -> Tensor:
+    """Return H(weighted mean row) − weighted mean of H(row), in bits.
+
+    Parameters
+    ----------
+    rows : float64 Tensor (batch, row, key)
+        Distributions.
+    weight : float64 Tensor (batch, row)
+        Sums to 1.
+
+    Returns
+    -------
+    Tensor (batch,)
+        0 when all rows are alike.
+
+    Notes
+    -----
+    The generalised Jensen-Shannon divergence (Lin, IEEE Trans. Information Theory 37, 1991, eq. 5.1).
+
+    Examples
+    --------
+    >>> rows = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]], dtype=torch.float64)
+    >>> generalized_divergence(rows, torch.full((1, 2), 0.5, dtype=torch.float64)).tolist()
+    [1.0]
+    """
+    mean = torch.einsum("bq,bqk->bk", weight, rows)
+    return (_entropy(mean) - (weight * _entropy(rows)).sum(dim=1)).clamp_min(0.0) / math.log(2)
 
 
 def _entropy(distribution: Tensor) -> Tensor:

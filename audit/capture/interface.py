@@ -51,7 +51,8 @@ class AttentionCall:
     sink: bool = False
 
 
-Receiver = Callable[[AttentionCall], None]
+# May return what the layer is to give on in the place of `output`.
+Receiver = Callable[[AttentionCall], Tensor | None]
 
 _register_lock = threading.Lock()
 _config_locks: dict[int, threading.RLock] = {}
@@ -110,15 +111,19 @@ def _capturing(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     ) -> tuple[Tensor, Tensor | None]:
         if name == "sdpa":
             kwargs.pop("output_attentions", None)  # it changes nothing there but logs a warning
-        output, weights = original_kernel(module, name)(module, query, key, value, attention_mask, **kwargs)
+        kernel = original_kernel(module, name)
         stack = _receivers.get((threading.get_ident(), id(module)))
-        if stack:
-            path, receive = stack[-1]
+        path, receive = stack[-1] if stack else ("", None)
+        if isinstance(receive, Replacing):
+            return receive.attend(KernelCall(path, module, kernel, query, key, value, attention_mask, kwargs))
+        output, weights = kernel(module, query, key, value, attention_mask, **kwargs)
+        if receive is not None:
             seen = weights if weights is not None else _beside(module, query, key, attention_mask, kwargs)
             sink = kwargs.get("s_aux") is not None
             if sink and seen.shape[-1] == key.shape[-2]:
                 seen = with_sink(seen.to(torch.promote_types(seen.dtype, torch.float32)))
-            receive(AttentionCall(path, seen, output, value, sink))
+            replaced = receive(AttentionCall(path, seen, output, value, sink))
+            output = output if replaced is None else replaced
         return output, weights
 
     return attention

@@ -164,7 +164,7 @@ def _tokens(
         logits = logits[torch.arange(len(logits)), rows.to(logits.device)][:, None]
     found = []
     for item, row in zip(encoded, logits[:, 0].double().cpu(), strict=True):
-        target = _token_id(tokenizer, wanted[item.probe.id], item.probe)
+        target = token_id(tokenizer, wanted[item.probe.id], item.probe)
         found.append(
             _plain(
                 item,
@@ -176,7 +176,8 @@ def _tokens(
     return found
 
 
-def _token_id(tokenizer: Any, wanted: Any, probe: Probe) -> int | None:
+def token_id(tokenizer: Any, wanted: Any, probe: Probe) -> int | None:
+    """Return the id of a token that is given by id or text; ProbeError unless it is a single token."""
     if wanted is None or isinstance(wanted, int):
         return wanted
     ids = tokenizer(str(wanted), add_special_tokens=False)["input_ids"]

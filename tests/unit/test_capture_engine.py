@@ -115,10 +115,14 @@ def test_depth_collapse_is_zero_for_equal_rows_and_log_n_for_the_identity() -> N
 @pytest.mark.parametrize(
     ("method", "params", "message"),
     [
-        ("attention_flow", {}, "cannot be captured"),
+        ("attention_flaw", {}, "did you mean 'attention_flow'"),
+        ("tarot", {}, "expected one of rollout, raw_attention"),
+        ("alti", {"residual": 0.5}, "takes no parameters"),
+        ("gradient_rollout", {"form": "sum"}, "use 'relevance' or 'product'"),
+        ("rollout", {"head_fusion": "weighted"}, "fit_head_weights"),
         ("rollout", {"residuals": 0.5}, "did you mean 'residual'"),
         ("raw", {"residual": 0.5}, "unknown to 'raw'"),
-        ("rollout", {"residual": "measured"}, "not available"),
+        ("rollout", {"residual": "often"}, "or 'measured'"),
     ],
 )
 def test_fold_settings_refuse_what_they_do_not_know(
