@@ -2,76 +2,21 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from audit.errors import CheckpointError, ProbeError
-from audit.pipeline.plan import CheckpointSource, Progress, RunPlan, load_probes
+from audit.errors import ProbeError
+from audit.pipeline.cost import cost_note
+from audit.pipeline.loader import LOADER
+from audit.pipeline.plan import Progress, RunPlan, load_probes
 from audit.probes import load_annotations
-from audit.records import Captured, CaptureSettings, Checkpoint, Probe, Region, Reliance
-from audit.regions import check_regions_match, reliance
-from audit.store import Store
+from audit.records import Map, Prediction, Probe, ProbeSet, Region, Reliance
+from audit.regions import check_regions_match, count_matches, reliance
+from audit.store import RunWriter, Store
 
-
-@dataclass
-class _Loader:
-    """Keeps the last loaded checkpoint: one in memory at a time, base + adapter loaded once."""
-
-    lock: threading.RLock = field(default_factory=threading.RLock)
-    key: tuple[Any, ...] | None = None
-    checkpoint: Checkpoint | None = None
-
-    @contextmanager
-    def use(self, source: CheckpointSource, device: str, settings: CaptureSettings) -> Iterator[Checkpoint]:
-        """Yield the checkpoint of `source`, loading it unless it is at hand."""
-        with self.lock, ExitStack() as stack:
-            key = (source, device, settings.dtype, settings.attention_implementation)
-            base = self._base_of_current(key, stack)
-            if base is not None:
-                yield base
-                return
-            if self.checkpoint is None or self.key != key:
-                self.checkpoint = self.key = None  # free the old one before the new one comes
-                self.checkpoint = load(source, device, settings)
-                self.key = key
-            yield self.checkpoint
-
-    def _base_of_current(self, key: tuple[Any, ...], stack: ExitStack) -> Checkpoint | None:
-        """Return the wanted base where it lies under the loaded adapter and can be uncovered exactly."""
-        from audit.models import adapter_disabled
-
-        if self.key is None or self.checkpoint is None or self.key[1:] != key[1:]:
-            return None
-        current = self.key[0]
-        if current.adapter is None or replace(current, adapter=None) != key[0]:
-            return None
-        try:
-            base = stack.enter_context(adapter_disabled(self.checkpoint))
-        except CheckpointError:
-            return None  # the adapter trained what cannot be switched off: load the base by itself
-        return base if base.info.tokenizer_digest == self.checkpoint.info.tokenizer_digest else None
-
-
-LOADER = _Loader()
-
-
-def load(source: CheckpointSource, device: str, settings: CaptureSettings) -> Checkpoint:
-    """Load the checkpoint of `source` with the dtype and kernel of `settings`."""
-    from audit.models import load_checkpoint
-
-    kernel = settings.attention_implementation
-    return load_checkpoint(
-        source.ref,
-        device=device,
-        dtype=settings.dtype,
-        adapter=source.adapter,
-        revision=source.revision,
-        trust_remote_code=source.trust_remote_code,
-        attention_implementation=None if kernel == "auto" else kernel,
-    )
+LOG = logging.getLogger("audit")
 
 
 def capture_all(plans: Sequence[RunPlan], *, progress: Progress | None = None) -> dict[str, str]:
@@ -82,6 +27,9 @@ def capture_all(plans: Sequence[RunPlan], *, progress: Progress | None = None) -
     dict
         Role → run id.
     """
+    note = cost_note([plan for plan in plans if not is_stored(plan)])
+    if note is not None:
+        LOG.info(note)
     return {plan.role: capture_run(plan, progress=progress) for plan in plans}
 
 
@@ -105,16 +53,71 @@ def capture_run(plan: RunPlan, *, progress: Progress | None = None) -> str:
     ------
     CheckpointError, ProbeError, CaptureError, StoreError
     """
-    store = Store(plan.store)
-    if store.has_run(plan.run_id):
+    if is_stored(plan) or relink_run(plan):
         return plan.run_id
-    finished = store.begin_run(plan.spec, len(plan.shards)).finished_shards()
-    if not finished:
+    missing = missing_shards(plan)
+    if missing:
         check_run(plan)
-    for index, (start, _) in enumerate(plan.shards):
-        if index not in finished:
-            capture_shard(plan, index, progress=_offset(progress, plan, start))
+    for index in missing:
+        capture_shard(plan, index, progress=_offset(progress, plan, plan.shards[index][0]))
     return publish_run(plan)
+
+
+def is_stored(plan: RunPlan) -> bool:
+    """Return whether the run of `plan` is published."""
+    return Store(plan.store).has_run(plan.run_id)
+
+
+def missing_shards(plan: RunPlan) -> tuple[int, ...]:
+    """Return the shards that are still to be captured; writes nothing."""
+    writer = RunWriter(Store(plan.store).root, plan.spec, len(plan.shards))
+    return tuple(sorted(set(range(len(plan.shards))) - writer.finished_shards()))
+
+
+def relink_run(plan: RunPlan) -> bool:
+    """Make the run from the stored maps of one that differs only in its regions.
+
+    Returns
+    -------
+    bool
+        False where the store has no such run.
+
+    Raises
+    ------
+    ProbeError
+        Naming every region that no probe has.
+    StoreError
+        When the stored maps are damaged.
+    """
+    store = Store(plan.store)
+    if store.relinkable(plan.spec) is None:
+        return False
+    probes = check_regions(plan)
+    by_id = {probe.id: probe for probe in probes}
+    labels = plan.spec.checkpoint.labels
+    store.relink_run(
+        plan.spec,
+        lambda one: _reliance_of(one, by_id[one.probe_id], plan.spec.regions),
+        annotate=lambda one: annotate(one, by_id[one.probe_id], labels),
+        counts=_counts(plan),
+    )
+    return True
+
+
+def check_regions(plan: RunPlan) -> ProbeSet:
+    """Return the probes of a plan after checking that each region matches something in them.
+
+    Raises
+    ------
+    ProbeError
+        Naming every region that no probe has; or when the file has changed since it was planned.
+    """
+    probes = _planned_probes(plan)
+    try:
+        check_regions_match(plan.spec.regions, probes.probes)
+    except ValueError as error:
+        raise ProbeError(f"{plan.probes.path}: {error}") from None
+    return probes
 
 
 def check_run(plan: RunPlan) -> None:
@@ -127,12 +130,8 @@ def check_run(plan: RunPlan) -> None:
     CaptureError
         When the same probe twice through the checkpoint gives two maps.
     """
-    probes = load_probes(plan.probes).probes
-    try:
-        check_regions_match(plan.spec.regions, probes)
-    except ValueError as error:
-        raise ProbeError(f"{plan.probes.path}: {error}") from None
-    with LOADER.use(plan.source, plan.device, plan.spec.settings) as checkpoint:
+    probes = check_regions(plan).probes
+    with LOADER.use(plan) as checkpoint:
         from audit.capture import check_determinism, check_probes
 
         check_probes(checkpoint, probes, plan.spec.settings)
@@ -151,9 +150,8 @@ def capture_shard(plan: RunPlan, index: int, *, progress: Progress | None = None
         Counts the probes of this shard.
     """
     start, stop = plan.shards[index]
-    probes = load_probes(plan.probes).probes[start:stop]
-    writer = Store(plan.store).begin_run(plan.spec, len(plan.shards))
-    with LOADER.use(plan.source, plan.device, plan.spec.settings) as checkpoint:
+    probes = _planned_probes(plan).probes[start:stop]
+    with LOADER.use(plan) as checkpoint:
         from audit.capture import capture
 
         captured = list(
@@ -166,8 +164,19 @@ def capture_shard(plan: RunPlan, index: int, *, progress: Progress | None = None
                 progress=_shard_progress(progress, plan.role, len(probes)),
             )
         )
-    annotated = [annotate(item, probe) for item, probe in zip(captured, probes, strict=True)]
-    writer.write_shard(index, annotated, _reliance(annotated, probes, plan.spec.regions))
+    labels = plan.spec.checkpoint.labels
+    annotated = [
+        replace(item, prediction=annotate(item.prediction, probe, labels))
+        for item, probe in zip(captured, probes, strict=True)
+    ]
+    shares = [
+        one
+        for item, probe in zip(captured, probes, strict=True)
+        for one_map in item.maps
+        for one in _reliance_of(one_map, probe, plan.spec.regions)
+    ]
+    writer = Store(plan.store).begin_run(plan.spec, len(plan.shards))
+    writer.write_shard(index, annotated, shares)
 
 
 def publish_run(plan: RunPlan) -> str:
@@ -177,40 +186,57 @@ def publish_run(plan: RunPlan) -> str:
     -------
     str
         The run's id.
-
-    Raises
-    ------
-    ProbeError
-        When a region matches nothing in any probe.
     """
     store = Store(plan.store)
     if not store.has_run(plan.run_id):
         writer = store.begin_run(plan.spec, len(plan.shards))
-        writer.publish(counts={"probes": plan.n_probes}, diagnostics={})
+        writer.publish(counts=_counts(plan), diagnostics={})
     return plan.run_id
 
 
-def annotate(captured: Captured, probe: Probe) -> Captured:
-    """Return `captured` with the probe's label, group and segments beside its prediction."""
-    label = None if probe.label is None else str(probe.label)
-    prediction = replace(
-        captured.prediction,
-        label=captured.prediction.label or label,
+def annotate(prediction: Prediction, probe: Probe, labels: Sequence[str]) -> Prediction:
+    """Return `prediction` with the probe's label, group and segments.
+
+    Parameters
+    ----------
+    prediction : Prediction
+    probe : Probe
+    labels : sequence of str
+        Class names of the checkpoint in the order of its logits; they name a label that is an index.
+    """
+    return replace(
+        prediction,
+        label=_label(probe.label, labels if len(labels) == len(prediction.logits or ()) > 1 else ()),
         group=probe.group,
         segments=dict(probe.segments),
     )
-    return replace(captured, prediction=prediction)
 
 
-def _reliance(
-    captured: Sequence[Captured], probes: Sequence[Probe], regions: Sequence[Region]
-) -> Iterator[Reliance]:
-    for item, probe in zip(captured, probes, strict=True):
-        for one_map in item.maps:
-            try:
-                yield from reliance(one_map, load_annotations(probe), regions)
-            except ValueError as error:
-                raise ProbeError(f"probe {probe.id}: {error}") from None
+def _label(label: Any, names: Sequence[str]) -> str | None:
+    if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(names):
+        return names[label]
+    return None if label is None else str(label)
+
+
+def _reliance_of(one_map: Map, probe: Probe, regions: Sequence[Region]) -> tuple[Reliance, ...]:
+    try:
+        return reliance(one_map, load_annotations(probe), regions)
+    except ValueError as error:
+        raise ProbeError(f"probe {probe.id}: {error}") from None
+
+
+def _planned_probes(plan: RunPlan) -> ProbeSet:
+    probes = load_probes(plan.probes)
+    planned = (plan.spec.inputs_digest, plan.spec.annotations_digest)
+    if (probes.inputs_digest, probes.annotations_digest) != planned:
+        raise ProbeError(f"{plan.probes.path} was changed while it was audited; run the audit again")
+    return probes
+
+
+def _counts(plan: RunPlan) -> Mapping[str, Any]:
+    """Return the number of probes, and in how many of them each named region has something to lie on."""
+    probes = load_probes(plan.probes).probes
+    return {"probes": len(probes), "matches": count_matches(plan.spec.regions, probes)}
 
 
 def _target(name: str) -> str | None:

@@ -13,9 +13,11 @@ from audit.compare import compare_distances, compare_interaction, compare_tables
 from audit.config import RESAMPLES
 from audit.errors import NothingEvaluatedError, ProbeError
 from audit.metrics import js_distance, wasserstein
-from audit.pipeline.runs import RunData, mismatches, read_run
+from audit.pipeline.runs import RunData, StoredRun, mismatches, read_run
 from audit.records import Cell, Column, Comparison, Policy, ShareTable
 from audit.store import Store
+
+Run = RunData | StoredRun
 
 AUTOMATIC = frozenset({"special", "first", "rest"})
 """Regions that every audit has where the architecture has such positions."""
@@ -33,11 +35,11 @@ class Statistics:
 
 
 def compare_runs(
-    before: RunData | str,
-    after: RunData | str,
+    before: Run | str,
+    after: Run | str,
     *,
-    replicates: Sequence[RunData | str] = (),
-    domain: tuple[RunData, RunData, Sequence[RunData]] | None = None,
+    replicates: Sequence[Run | str] = (),
+    domain: tuple[Run, Run, Sequence[Run]] | None = None,
     store: Store | None = None,
     paired: bool = True,
     statistics: Statistics | None = None,
@@ -46,9 +48,9 @@ def compare_runs(
 
     Parameters
     ----------
-    before, after : RunData or run id
+    before, after : RunData, StoredRun or run id
         Ids are read from `store`.
-    replicates : sequence of RunData or run id
+    replicates : sequence of RunData, StoredRun or run id
         Harmless re-trainings of the same base on the same probes; a plain id counts as kind ``seed``.
     domain : (before, after, replicates), optional
         The same checkpoints on the second probe set: the 2×2 that tells model drift from data drift.
@@ -82,21 +84,23 @@ def compare_runs(
     return replace(
         outline(before, after, replicates=repeats, domain=domain, paired=paired, statistics=statistics),
         cells=tuple(cells),
+        n_probes=len(after.shares.probe_ids),
+        n_clusters=len(set(after.groups)) if after.groups else None,
         identical_maps=identical,
         predictions=prediction_changes(before, after) if paired else {},
     )
 
 
 def outline(
-    before: RunData,
-    after: RunData,
+    before: Run,
+    after: Run,
     *,
-    replicates: Sequence[RunData] = (),
-    domain: tuple[RunData, RunData, Sequence[RunData]] | None = None,
+    replicates: Sequence[Run] = (),
+    domain: tuple[Run, Run, Sequence[Run]] | None = None,
     paired: bool = True,
     statistics: Statistics,
 ) -> Comparison:
-    """Return a comparison without its cells: all that its id covers."""
+    """Return a comparison without its cells: all that its id covers, for which no share is read."""
     settings: dict[str, Any] = vars(statistics)
     if domain is not None:
         runs = [domain[0], domain[1], *domain[2]]
@@ -105,8 +109,7 @@ def outline(
         kind="paired" if paired else "unpaired",
         cells=(),
         alpha=statistics.alpha,
-        n_probes=len(after.shares.probe_ids),
-        n_clusters=len(set(after.groups)) if after.groups else None,
+        n_probes=0,
         before=before.ref,
         after=after.ref,
         replicates=tuple(one.ref for one in replicates),
@@ -143,9 +146,9 @@ def compare_subset(
     return tuple(_table_cells(before, after, repeats, statistics))
 
 
-def _as_run(run: RunData | str, store: Store | None, *, kind: str | None = None) -> RunData:
-    if isinstance(run, RunData):
-        return run
+def _as_run(run: Run | str, store: Store | None, *, kind: str | None = None) -> RunData:
+    if not isinstance(run, str):
+        return run.read()
     if store is None:
         raise ValueError(f"store: expected a Store to read {run!r} from, got None")
     return read_run(store, run, kind=kind)
@@ -248,7 +251,7 @@ def _paired_cells(
 ) -> tuple[list[Cell], bool]:
     cells = _table_cells(before, after, repeats, statistics)
     if any(one.store is None for one in (before, after)):
-        return cells, False
+        return cells, _same_shares(before.shares, after.shares)
     distances = map_distances(before, after)
     null = [map_distances(before, one) for one in repeats if one.store is not None]
     null = null if len(null) == len(repeats) else []
@@ -257,6 +260,11 @@ def _paired_cells(
         others = [one[measure, column] for one in null]
         cells.append(compare_distances(measure, values, others, column=column, **options))
     return cells, all(_all_zero(values) for values in distances.values())
+
+
+def _same_shares(one: ShareTable, other: ShareTable) -> bool:
+    """Return whether no share differs, in the precision of a floor, which holds no maps to compare."""
+    return np.array_equal(one.values.astype("<f4"), other.values.astype("<f4"), equal_nan=True)
 
 
 def _all_zero(values: NDArray[np.float64]) -> bool:
@@ -287,10 +295,11 @@ def _interaction_cells(
     before: RunData,
     after: RunData,
     repeats: Sequence[RunData],
-    domain: tuple[RunData, RunData, Sequence[RunData]],
+    domain: tuple[Run, Run, Sequence[Run]],
     statistics: Statistics,
 ) -> list[Cell]:
-    before_domain, after_domain, *repeats_domain = in_common(domain[0], domain[1], *domain[2])
+    runs = [one.read() for one in (domain[0], domain[1], *domain[2])]
+    before_domain, after_domain, *repeats_domain = in_common(*runs)
     check_comparable(before, before_domain, (), paired=False)
     cells = _table_cells(before_domain, after_domain, repeats_domain, statistics, "model_on_domain")
     cells += _unpaired_cells(before, before_domain, statistics)

@@ -10,7 +10,7 @@ import numpy as np
 from audit.compare import compare_tables
 from audit.config import AuditConfig
 from audit.errors import ProbeError
-from audit.pipeline.capture import LOADER
+from audit.pipeline.loader import LOADER
 from audit.pipeline.plan import Progress, RunPlan, load_probes, plan_run
 from audit.pipeline.runs import read_run
 from audit.probes import load_annotations
@@ -75,21 +75,26 @@ def confirm_regions(
         return ()
     before, after = plan_run(config, "before"), plan_run(config, "after")
     regions = {region.name: region for region in after.spec.regions}
-    found = []
-    for done, (name, rule) in enumerate(failing.items()):
-        if progress is not None:
-            progress("confirm by occlusion", done, len(failing))
-        effects = [_effects(plan, regions[name]) for plan in (before, after)]
-        one = _confirmation(rule, before, effects, config) if None not in effects else None
-        found += [one] if one is not None else []
+    effects: dict[tuple[str, str], _Effect | None] = {}
+    for plan in (before, after):  # one checkpoint after the other: each is loaded once
+        for name in failing:
+            if progress is not None:
+                progress("confirm by occlusion", len(effects), 2 * len(failing))
+            effects[plan.role, name] = _effects(plan, regions[name])
     if progress is not None:
-        progress("confirm by occlusion", len(failing), len(failing))
-    return tuple(found)
+        progress("confirm by occlusion", 2 * len(failing), 2 * len(failing))
+    pairs = {name: [effects["before", name], effects["after", name]] for name in failing}
+    found = [
+        _confirmation(rule, before, pairs[name], config)
+        for name, rule in failing.items()
+        if None not in pairs[name]
+    ]
+    return tuple(one for one in found if one is not None)
 
 
 def _effects(plan: RunPlan, region: Region) -> _Effect | None:
     probes = load_probes(plan.probes).probes
-    with LOADER.use(plan.source, plan.device, plan.spec.settings) as checkpoint:
+    with LOADER.use(plan) as checkpoint:
         from audit.capture import occlude
 
         if not checkpoint.has_head:

@@ -15,7 +15,7 @@ from audit.pipeline.confirm import confirm_regions
 from audit.pipeline.floor import freeze_floor
 from audit.pipeline.plan import Progress, plan_audit
 from audit.pipeline.publish import publish
-from audit.pipeline.resolve import audit_runs, replicate_runs, resolve
+from audit.pipeline.resolve import audit_runs, check_sources, replicate_runs, resolve
 from audit.records import Comparison, Confirmation, Outcome, Policy, Verdict
 from audit.store import Store, comparison_id
 
@@ -48,6 +48,7 @@ def run_audit(
     AuditError
     """
     require_rules(config)
+    check_sources(config, Store(config.store.url))
     capture_all(plan_audit(config), progress=progress)
     return gate_runs(
         config,
@@ -173,6 +174,6 @@ def with_allowed(policy: Policy, allow: tuple[str, ...]) -> Policy:
 def freeze_config_floor(config: AuditConfig, path: str | Path) -> Path:
     """Freeze the stored baseline and replicates of a configuration; see :func:`freeze_floor`."""
     store = Store(config.store.url)
-    baseline = resolve(config, store, "before")
-    created = datetime.now(UTC).date().isoformat()
-    return freeze_floor(baseline, replicate_runs(config, store), path, created=created)
+    baseline = resolve(config, store, "before").read()
+    replicates = [one.read() for one in replicate_runs(config, store)]
+    return freeze_floor(baseline, replicates, path, created=datetime.now(UTC).date().isoformat())

@@ -5,17 +5,21 @@ Planning hashes files and reads probes; it loads no model, so that it also runs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from audit.config import AuditConfig, CheckpointSection, ReplicateSection
-from audit.errors import ConfigError, ProbeError
-from audit.models import checkpoint_info
+from audit.errors import CheckpointError, ConfigError, ProbeError
+from audit.models import checkpoint_info, compatible_targets
 from audit.probes import read_probes
-from audit.records import CaptureSettings, ProbeSet, Region, RunSpec
+from audit.records import CaptureSettings, CheckpointInfo, ProbeSet, Region, RunSpec, digest
 from audit.regions import expand_regions
+
+LOG = logging.getLogger("audit")
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage, how many probes are done and how many there are."""
@@ -39,10 +43,11 @@ class CheckpointSource:
 
 @dataclass(frozen=True)
 class ProbeSource:
-    """Where a probe set is read from."""
+    """Where a probe set is read from; `stamp` tells an edited file from the one that was read before."""
 
     path: str
     columns: tuple[tuple[str, str], ...] = ()
+    stamp: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -105,11 +110,37 @@ def plan_audit(config: AuditConfig) -> tuple[RunPlan, ...]:
     plans = [
         plan_run(config, role, domain=domain)
         for role, source in sources(config)
-        if source.path is not None
+        if source.path is not None and not (role == "before" and frozen_elsewhere(config))
         for domain in ([False, True] if config.domain is not None else [False])
     ]
+    if config.probes.target is not None:
+        check_label_sets([plan.spec.checkpoint for plan in plans])
     order = {plan.source.ref: i for i, plan in reversed(list(enumerate(plans)))}
     return tuple(sorted(plans, key=lambda p: (order[p.source.ref], p.source.adapter is None)))
+
+
+def frozen_elsewhere(config: AuditConfig) -> bool:
+    """Return whether the baseline is not on this machine, and a floor stands in for it."""
+    section = config.checkpoints["before"]
+    if section.path is None or all(one.floor is None for one in config.replicates):
+        return False
+    try:
+        checkpoint_info(section.path, revision=section.revision, adapter=section.adapter)
+    except CheckpointError as error:
+        LOG.info("the baseline frozen in the floor is used, because %s", error)
+        return True
+    return False
+
+
+def check_label_sets(checkpoints: Sequence[CheckpointInfo]) -> None:
+    """Refuse checkpoints that do not know the same classes, where a target class is needed.
+
+    Raises
+    ------
+    CheckpointError
+    """
+    for other in checkpoints[1:]:
+        compatible_targets(checkpoints[0], other)
 
 
 def sources(config: AuditConfig) -> Iterator[tuple[str, CheckpointSection | ReplicateSection]]:
@@ -168,7 +199,7 @@ def plan_spec(config: AuditConfig, role: str, *, domain: bool = False, device: s
         annotations_digest=probes.annotations_digest,
         regions=audit_regions(config, probes),
         target=target_name(config),
-        targets_digest="",
+        targets_digest=targets_digest(config, probes),
         method=config.method.record(),
         settings=capture_settings(config, device),
         versions=numeric_versions(),
@@ -196,7 +227,16 @@ def probe_source(config: AuditConfig, *, domain: bool = False) -> ProbeSource:
     section = config.probes if not domain else config.domain
     if section is None:
         raise ConfigError("this audit has no [domain]; add [domain] path = … for a second probe set")
-    return ProbeSource(section.path, tuple(sorted(section.columns.items())))
+    return ProbeSource(section.path, tuple(sorted(section.columns.items())), _stamp(Path(section.path)))
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """Return times and sizes that change whenever a file, or a file of a folder, does."""
+    try:
+        states = [entry.stat() for entry in [path, *(path.rglob("*") if path.is_dir() else ())]]
+    except OSError:
+        return ()  # reading it will say what is wrong
+    return (len(states), max(one.st_mtime_ns for one in states), sum(one.st_size for one in states))
 
 
 def audit_regions(config: AuditConfig, probes: ProbeSet) -> tuple[Region, ...]:
@@ -211,6 +251,13 @@ def target_name(config: AuditConfig) -> str:
     """Return how target classes are chosen, as text."""
     target = config.probes.target
     return "auto" if target is None else str(target)
+
+
+def targets_digest(config: AuditConfig, probes: ProbeSet) -> str:
+    """Return the digest of the probes' labels where these are the target classes, else nothing."""
+    if config.probes.target != "label":
+        return ""
+    return digest([[probe.id, probe.label] for probe in probes])
 
 
 def capture_settings(config: AuditConfig, device: str) -> CaptureSettings:

@@ -29,11 +29,45 @@ class RunData:
     segments: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
     store: Store | None = None
 
+    def read(self) -> RunData:
+        """Return the run itself: it is read already."""
+        return self
+
     def maps(self) -> Iterator[Map]:
         """Yield the maps in the order of the probes."""
         if self.store is None:
             raise StoreError(f"{self.ref.checkpoint} comes from a floor, which holds no maps; capture it")
         return iter(self.store.iter_maps(self.ref.run_id))
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """A run of the store of which only the manifest has been read."""
+
+    ref: RunRef
+    spec: RunSpec
+    store: Store
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """Return the settings in which two runs must agree to be comparable."""
+        return identity(self.spec)
+
+    def read(self) -> RunData:
+        """Return the run with its shares; see :func:`read_run`."""
+        return read_run(self.store, self.ref.run_id, kind=self.ref.kind)
+
+
+def find_run(store: Store, run_id: str, *, kind: str | None = None) -> StoredRun:
+    """Return a stored run without reading its shares.
+
+    Raises
+    ------
+    StoreError
+        When the run is missing, unfinished or its manifest is damaged.
+    """
+    spec = store.spec(run_id)
+    return StoredRun(run_ref(run_id, spec, kind), spec, store)
 
 
 def read_run(store: Store, run_id: str, *, kind: str | None = None, layers: bool = True) -> RunData:
@@ -96,7 +130,7 @@ def identity(spec: RunSpec) -> dict[str, str]:
     }
 
 
-def mismatches(*runs: RunData) -> tuple[str, ...]:
+def mismatches(*runs: RunData | StoredRun) -> tuple[str, ...]:
     """Return one line for each setting in which the runs differ."""
     first = runs[0]
     found: dict[str, None] = {}
