@@ -54,6 +54,57 @@ class AttentionCall:
 # May return what the layer is to give on in the place of `output`.
 Receiver = Callable[[AttentionCall], Tensor | None]
 
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One call of the attention interface, before anything is computed.
+
+    Attributes
+    ----------
+    path : str
+    module : nn.Module
+    kernel : function
+        The original kernel, called as ``kernel(module, query, key, value, mask, **options)``.
+    query, key, value : Tensor (batch, head, position, dim); keys and values may have fewer heads
+    mask : Tensor or None
+    options : mapping
+    """
+
+    path: str
+    module: nn.Module
+    kernel: Callable[..., tuple[Tensor, Tensor | None]]
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    options: Mapping[str, Any]
+
+    def run(self) -> tuple[Tensor, Tensor | None]:
+        """Return what the kernel gives: output (batch, query, head, dim), and weights or None."""
+        return self.kernel(self.module, self.query, self.key, self.value, self.mask, **self.options)
+
+    def weights(self) -> Tensor:
+        """Return the weights, computed beside the kernel: (batch, head, query, key)."""
+        return _beside(self.module, self.query, self.key, self.mask, self.options)
+
+    @property
+    def is_causal(self) -> bool:
+        """Return whether a call without a mask hides later keys, as transformers' sdpa decides."""
+        causal = self.options.get("is_causal")
+        return bool(getattr(self.module, "is_causal", True) if causal is None else causal)
+
+
+@dataclass(frozen=True)
+class Replacing:
+    """A receiver that computes the output of a call in the place of the kernel."""
+
+    attend: Callable[[KernelCall], tuple[Tensor, Tensor | None]]
+
+    def __call__(self, call: AttentionCall) -> Tensor | None:
+        """Refuse to watch: only layers on the attention interface can be replaced."""
+        raise ValueError(f"{call.path}: expected a layer on the attention interface")
+
+
 _register_lock = threading.Lock()
 _config_locks: dict[int, threading.RLock] = {}
 # (thread, module) -> what receives its calls, innermost capture last.

@@ -116,7 +116,7 @@ def test_depth_collapse_is_zero_for_equal_rows_and_log_n_for_the_identity() -> N
     ("method", "params", "message"),
     [
         ("attention_flaw", {}, "did you mean 'attention_flow'"),
-        ("tarot", {}, "expected one of rollout, raw_attention"),
+        ("xyzzy", {}, "expected one of rollout, raw_attention"),
         ("alti", {"residual": 0.5}, "takes no parameters"),
         ("gradient_rollout", {"form": "sum"}, "use 'relevance' or 'product'"),
         ("rollout", {"head_fusion": "weighted"}, "fit_head_weights"),
