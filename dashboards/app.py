@@ -10,7 +10,7 @@ import streamlit as st
 from audit.errors import AuditError
 from audit.report.wording import clip
 from dashboards import state, theme
-from dashboards.views import compare, overview, probe
+from dashboards.views import about, compare, live, log, overview, probe, runs, trends
 
 LOG = logging.getLogger("rollout-audit.dashboard")
 
@@ -18,15 +18,21 @@ LOG = logging.getLogger("rollout-audit.dashboard")
 def main() -> None:
     """Draw the page that the address names."""
     icon = Path(__file__).with_name("icon.png")
-    st.set_page_config(page_title="rollout-audit", page_icon=icon, layout="wide", initial_sidebar_state=215)
+    st.set_page_config(page_title="rollout-audit", page_icon=icon, layout="wide", initial_sidebar_state=228)
     theme.apply_style()
     state.read_address()
     pages = [
-        st.Page(
-            overview.page, title="Overview", icon=":material/list_alt:", url_path="overview", default=True
-        ),
-        st.Page(compare.page, title="Comparison", icon=":material/compare_arrows:", url_path="compare"),
-        st.Page(probe.page, title="Probe", icon=":material/search:", url_path="probe"),
+        st.Page(page, title=title, icon=f":material/{icon}:", url_path=path, default=path == "overview")
+        for page, title, icon, path in (
+            (overview.page, "Overview", "list_alt", "overview"),
+            (compare.page, "Comparison", "compare_arrows", "compare"),
+            (probe.page, "Probe", "search", "probe"),
+            (live.page, "Live", "bolt", "live"),
+            (trends.page, "Trends", "timeline", "trends"),
+            (runs.page, "Runs & provenance", "database", "runs"),
+            (log.page, "Approvals & log", "fact_check", "log"),
+            (about.page, "Methods & limits", "menu_book", "methods"),
+        )
     ]
     chosen = st.navigation(pages)
     state.remember(pages)

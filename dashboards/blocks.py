@@ -104,13 +104,18 @@ def pair_name(before: str | None, after: str | None) -> str:
     return " → ".join(names)
 
 
+def moment(time: Any) -> datetime | None:
+    """Return a stored time, None where it is not one."""
+    try:
+        return datetime.fromisoformat(str(time)).astimezone(UTC)
+    except ValueError:
+        return None
+
+
 def when(time: Any) -> str:
     """Return a stored time as it is printed: 30 Nov 2026, 09:46 UTC."""
-    try:
-        moment = datetime.fromisoformat(str(time)).astimezone(UTC)
-    except ValueError:
-        return clip(str(time), 40)
-    return f"{moment.day} {moment:%b %Y, %H:%M} UTC"
+    found = time if isinstance(time, datetime) else moment(time)
+    return clip(str(time), 40) if found is None else f"{found.day} {found:%b %Y, %H:%M} UTC"
 
 
 def share_link() -> None:

@@ -388,6 +388,59 @@ def over_time(
     return _finish(alt.layer(lines), 200, colours)
 
 
+def trend(
+    found: Sequence[dict[str, Any]], limits: Sequence[float], approvals: Sequence[str], colours: Palette
+) -> alt.LayerChart:
+    """Return a shift over the audits of one model.
+
+    Parameters
+    ----------
+    found : sequence of dict
+        Keys ``time``, ``value``, ``low``, ``high``, ``outcome``, ``comparison``, ``after``.
+    limits : sequence of float
+        Drawn as dashed lines.
+    approvals : sequence of str
+        Times, drawn as vertical lines.
+    """
+    x = alt.X("time:T", title=None, axis=alt.Axis(grid=False, labelOverlap=True, format="%d %b %y"))
+    y = alt.Y(
+        "value:Q",
+        title="shift",
+        axis=alt.Axis(labelExpr=SIGNED, gridColor=colours.line, tickCount=6),
+        scale=alt.Scale(zero=True),
+    )
+    colour = alt.Color(
+        "outcome:N", scale=alt.Scale(domain=list(OUTCOMES), range=list(colours.outcomes)), legend=None
+    )
+    shape = alt.Shape("outcome:N", scale=alt.Scale(domain=list(OUTCOMES), range=list(SHAPES)), legend=None)
+    base = alt.Chart(alt.Data(values=list(found))).encode(x=x)
+    rules = alt.Chart(alt.Data(values=[{"value": end} for end in limits])).mark_rule(
+        strokeDash=[5, 4], color=colours.edge, strokeWidth=1.6
+    )
+    marks = alt.Chart(alt.Data(values=[{"time": time} for time in approvals])).mark_rule(color=colours.mass)
+    layers = [
+        rules.encode(y=alt.Y("value:Q")),
+        marks.encode(x=alt.X("time:T")),
+        base.mark_line(color=colours.dot, strokeWidth=1.5).encode(y=y),
+        base.transform_filter("datum.low != null")
+        .mark_rule(strokeWidth=2)
+        .encode(y=alt.Y("low:Q"), y2="high:Q", color=colour),
+        base.mark_point(filled=True, size=90, opacity=1, stroke=colours.page).encode(
+            y=y,
+            color=colour,
+            shape=shape,
+            tooltip=[
+                alt.Tooltip("time:T", format="%d %b %Y, %H:%M"),
+                alt.Tooltip("value:Q", format="+.4f", title="shift"),
+                alt.Tooltip("outcome:N"),
+                alt.Tooltip("after:N", title="checkpoint"),
+                alt.Tooltip("comparison:N"),
+            ],
+        ),
+    ]
+    return _finish(alt.layer(*layers), 260, colours)
+
+
 def _finish(chart: alt.LayerChart, height: int, colours: Palette) -> alt.LayerChart:
     """Set size and letters, and offer the figure as PNG and SVG."""
     actions = {"export": {"svg": True, "png": True}, "source": False, "compiled": False, "editor": False}

@@ -113,6 +113,16 @@ def map_of(run_id: str, probe_id: str, stream: str) -> Map:
     return _map_of(str(store().root), run_id, probe_id, stream)
 
 
+def aggregate(run_id: str) -> pl.DataFrame:
+    """Return mean and SD of each region of one run."""
+    return _aggregate(str(store().root), run_id)
+
+
+@st.cache_resource(max_entries=64, show_spinner=False)
+def _aggregate(root: str, run_id: str) -> pl.DataFrame:
+    return _open(root).aggregate([run_id])
+
+
 @st.cache_resource(max_entries=128, show_spinner=False)
 def _comparison(root: str, name: str) -> Comparison:
     return _open(root).comparison(name)

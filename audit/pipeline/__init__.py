@@ -11,6 +11,7 @@ from audit.pipeline.examples import example_maps
 from audit.pipeline.floor import freeze_floor, read_floor
 from audit.pipeline.gate import compare_config, freeze_config_floor, gate_comparison, gate_runs, run_audit
 from audit.pipeline.initial import write_initial_config
+from audit.pipeline.live import capture_one, load_run_checkpoint, memory_estimate
 from audit.pipeline.maps import compute_maps, compute_reliance
 from audit.pipeline.plan import Progress, RunPlan, plan_audit, plan_run
 from audit.pipeline.publish import publish, report_context, write_html
@@ -19,6 +20,7 @@ __all__ = [
     "Progress",
     "RunPlan",
     "capture_all",
+    "capture_one",
     "capture_run",
     "capture_shard",
     "check_run",
@@ -33,6 +35,8 @@ __all__ = [
     "freeze_floor",
     "gate_comparison",
     "gate_runs",
+    "load_run_checkpoint",
+    "memory_estimate",
     "plan_audit",
     "plan_run",
     "publish",

@@ -243,7 +243,7 @@ def _table(found: Sequence[Model]) -> None:
         frame = pl.DataFrame(
             [
                 {
-                    "time": one["provenance"]["time"],
+                    "time": blocks.moment(one["provenance"]["time"]),
                     "model": model.name,
                     "outcome": one["outcome"] or rows.COMPARED,
                     "method": model.method,

@@ -157,12 +157,12 @@ def _controls_and_maps(
             )
     if not pairs:
         return
-    layer = _controls(comparison, manifests, pairs, found)
+    layer = _controls(comparison, manifests, pairs)
     if found.probe is None and found.reason:
         blocks.note(blocks.text(found.reason, 400))
     for before, after in pairs:
         with blocks.section(None if len(pairs) == 1 else f"Stream: {before.stream}"):
-            _draw(before, after, found, layer)
+            draw_pair(before, after, found, layer)
     _shares(rows_of_probe, probe_id)
     with st.expander("Every position"), blocks.section():
         frame = _positions_frame(pairs, layer)
@@ -174,7 +174,6 @@ def _controls(
     comparison: Comparison,
     manifests: Sequence[Mapping[str, Any]],
     pairs: Sequence[tuple[Map, Map]],
-    found: Content,
 ) -> int | None:
     """Draw what can be switched; what the store does not hold is there, but switched off, with the reason."""
     st.subheader("The map, before and after", anchor=False, help=blocks.GLOSSARY["rollout"])
@@ -277,7 +276,8 @@ def weights_at(one: Map, layer: int | None) -> np.ndarray[Any, np.dtype[np.float
     return np.asarray(values, dtype=np.float64)
 
 
-def _draw(before: Map, after: Map, found: Content, layer: int | None) -> None:
+def draw_pair(before: Map, after: Map, found: Content, layer: int | None) -> None:
+    """Draw the maps of one stream, before, after and their difference."""
     old, new = weights_at(before, layer), weights_at(after, layer)
     if len(old) != len(new):
         st.info(

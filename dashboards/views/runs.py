@@ -1,0 +1,199 @@
+"""Runs & provenance: what was captured, from which bytes, and whether the files are still as written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import streamlit as st
+
+from audit.report.wording import clip, count
+from dashboards import blocks, data, state
+
+KEYS = ("run",)
+
+
+def page() -> None:
+    """Draw the list of runs and the chosen one."""
+    st.title("Runs & provenance", anchor=False)
+    listing = data.runs()
+    for problem in listing.problems[:5]:
+        st.warning(clip(problem, 500), icon=":material/report:")
+    manifests = list(reversed(listing.manifests))
+    if not manifests:
+        st.info(
+            "There is no finished run in this store yet; `audit capture` makes one.", icon=":material/inbox:"
+        )
+        return
+    blocks.note(
+        "A run is one checkpoint on one probe set with one method. It never changes: its id is the digest of "
+        "everything that went into it."
+    )
+    with blocks.section():
+        _table(manifests)
+    with blocks.section():
+        _run(_choose(manifests))
+    state.publish(*KEYS)
+    blocks.share_link()
+
+
+def _row(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    spec = manifest["spec"]
+    return {
+        "run": manifest["run_id"],
+        "time": blocks.moment(manifest["provenance"]["time"]),
+        "checkpoint": blocks.short_name(spec["checkpoint"]["ref"]),
+        "architecture": spec["checkpoint"]["architecture"],
+        "method": spec["method"]["name"],
+        "output row": spec["method"]["row"],
+        "probes": manifest["n_probes"],
+        "dtype": spec["settings"]["dtype"],
+        "device": spec["settings"]["device_type"],
+        "digest": spec["checkpoint"]["digest"][:12],
+        "inputs": spec["inputs_digest"][:12],
+    }
+
+
+def _table(manifests: Sequence[Mapping[str, Any]]) -> None:
+    import polars as pl
+
+    frame = pl.DataFrame([_row(one) for one in manifests], infer_schema_length=None)
+    event = st.dataframe(
+        frame,
+        hide_index=True,
+        height=min(300, 38 + 35 * len(frame)),
+        on_select="rerun",
+        selection_mode="single-row",
+        key="runs",
+    )
+    picked = event["selection"]["rows"]
+    if picked and st.session_state.get("run picked") != picked:
+        st.session_state["run picked"] = picked
+        state.put(run=str(frame["run"][picked[0]]))
+    blocks.downloads("runs", frame)
+
+
+def _choose(manifests: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    by_name = {str(one["run_id"]): one for one in manifests}
+    asked = state.get("run")
+    if asked is not None and asked not in by_name:
+        st.warning(
+            f"The link asks for {clip(asked, 40)}, which is not in this store (it may have been removed). "
+            "The newest run is shown instead.",
+            icon=":material/link_off:",
+        )
+        state.put(run=None)
+    names = list(by_name)
+    chosen = state.pick(
+        st.selectbox,
+        "Run",
+        "run",
+        names,
+        default=names[0],
+        format_func=lambda name: f"{name} · {blocks.short_name(by_name[name]['spec']['checkpoint']['ref'])}",
+    )
+    return by_name[str(chosen)]
+
+
+def _run(manifest: Mapping[str, Any]) -> None:
+    spec, name = manifest["spec"], str(manifest["run_id"])
+    checkpoint, settings = spec["checkpoint"], spec["settings"]
+    left, right = st.columns(2, gap="large")
+    with left:
+        st.subheader("Checkpoint", anchor=False)
+        blocks.html(
+            blocks.facts(
+                [
+                    ("from", checkpoint["ref"]),
+                    ("revision", checkpoint["revision"]),
+                    ("adapter", checkpoint["adapter"]),
+                    ("architecture", checkpoint["architecture"]),
+                    ("parameters", f"{checkpoint['parameters']:,}" if checkpoint["parameters"] else None),
+                    ("labels", ", ".join(checkpoint["labels"][:12])),
+                    ("digest", checkpoint["digest"]),
+                    ("weights", checkpoint["weights_digest"]),
+                    ("tokenizer", checkpoint["tokenizer_digest"]),
+                ]
+            )
+        )
+    with right:
+        st.subheader("Capture", anchor=False)
+        method = spec["method"]
+        blocks.html(
+            blocks.facts(
+                [
+                    (
+                        "method",
+                        " ".join([method["name"], *(f"{k}={v}" for k, v in method["params"].items())]),
+                    ),
+                    ("output row", method["row"]),
+                    ("probes", f"{manifest['n_probes']:,}"),
+                    ("inputs digest", spec["inputs_digest"]),
+                    ("annotations", spec["annotations_digest"]),
+                    ("regions", ", ".join(region["name"] for region in spec["regions"])),
+                    ("dtype", settings["dtype"]),
+                    ("attention", settings["attention_implementation"]),
+                    ("device", settings["device_type"]),
+                    ("versions", ", ".join(f"{k} {v}" for k, v in spec["versions"].items())),
+                    ("written", blocks.when(manifest["provenance"]["time"])),
+                    ("command", manifest["provenance"]["command"]),
+                    ("git revision", manifest["provenance"]["git_revision"]),
+                ]
+            )
+        )
+    _verify(manifest)
+    _used_in(name)
+    _shares(name)
+
+
+def _verify(manifest: Mapping[str, Any]) -> None:
+    import polars as pl
+
+    name = str(manifest["run_id"])
+    with blocks.section("Files", "Every file of the run with its SHA-256, as listed when it was published."):
+        size = sum(entry["bytes"] for entry in manifest["files"])
+        blocks.note(f"{count(len(manifest['files']), 'file')}, {size / 1e6:.2f} MB.")
+        frame = pl.DataFrame(
+            [
+                {key: entry[key] for key in ("table", "path", "rows", "bytes", "sha256")}
+                for entry in manifest["files"]
+            ]
+        )
+        st.dataframe(frame, hide_index=True, height=min(250, 38 + 35 * len(frame)))
+        if st.button(
+            "Verify now", icon=":material/verified:", help="Reads every file and compares its SHA-256."
+        ):
+            with st.spinner("Reading every file …"):
+                problems = data.store().verify(name)
+            if problems:
+                for problem in problems[:10]:
+                    st.error(clip(problem, 500), icon=":material/gpp_bad:")
+            else:
+                st.success("Every file is as it was written.", icon=":material/verified:")
+
+
+def _used_in(name: str) -> None:
+    with blocks.section("Used in"):
+        found = [
+            one
+            for one in reversed(data.comparisons().manifests)
+            if name
+            in {(side or {}).get("run_id") for side in (one["before"], one["after"], *one["replicates"])}
+        ]
+        if not found:
+            blocks.note("No comparison uses this run yet.")
+        for one in found[:8]:
+            before, after = ((one[side] or {}).get("checkpoint") for side in ("before", "after"))
+            label = (
+                f"{one['outcome'] or 'COMPARED'} · {blocks.pair_name(before, after)} · {one['comparison_id']}"
+            )
+            state.link("compare", label, ":material/compare_arrows:", comparison=str(one["comparison_id"]))
+        if len(found) > 8:
+            blocks.note(f"and {len(found) - 8} more.")
+
+
+def _shares(name: str) -> None:
+    with blocks.section("Shares of the regions", "Means over the probes of this run alone."):
+        frame = data.aggregate(name)
+        st.dataframe(frame, hide_index=True, height=min(300, 38 + 35 * len(frame)))
+        blocks.downloads(f"{name}-regions", frame)
