@@ -212,6 +212,12 @@ class ReportSection(_Section):
     confirm: bool = True
 
 
+class ApprovalsSection(_Section):
+    """Whose approvals count: with `allowed_signers` only those signed by one of these SSH keys."""
+
+    allowed_signers: str | None = None
+
+
 class AuditConfig(_Section):
     """A whole audit.toml."""
 
@@ -227,6 +233,7 @@ class AuditConfig(_Section):
     gate: GateSection = GateSection()
     schedule: ScheduleSection | None = None
     report: ReportSection = ReportSection()
+    approvals: ApprovalsSection = ApprovalsSection()
 
     @model_validator(mode="after")
     def _something_to_compare(self) -> Self:
@@ -327,7 +334,7 @@ def _fields_at(location: tuple[int | str, ...]) -> list[str]:
         "store": StoreSection, "checkpoints": CheckpointSection, "replicates": ReplicateSection,
         "probes": ProbesSection, "domain": DomainSection, "method": MethodSection, "capture": CaptureSection,
         "statistics": StatisticsSection, "gate": GateSection, "schedule": ScheduleSection,
-        "report": ReportSection,
+        "report": ReportSection, "approvals": ApprovalsSection,
     }  # fmt: skip
     if not location:
         return list(AuditConfig.model_fields)
@@ -349,6 +356,9 @@ def _resolve(config: AuditConfig, base: Path) -> AuditConfig:
             expanded for source in config.replicates for expanded in _expand_replicates(source, base)
         ],
     }
+    if config.approvals.allowed_signers is not None:
+        signers = _inside(config.approvals.allowed_signers, base)
+        updates["approvals"] = config.approvals.model_copy(update={"allowed_signers": signers})
     if config.domain is not None:
         updates["domain"] = config.domain.model_copy(update={"path": _inside(config.domain.path, base)})
     return config.model_copy(update=updates)

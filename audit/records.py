@@ -587,8 +587,8 @@ class RuleVerdict:
     """The outcome of one rule on one cell, with every number a reader needs to check it.
 
     `floor` is the mean and SD of the replicates' shifts; `explained` says whether re-training alone
-    could explain the value (None = cannot be said), the same for every rule on one cell; `needed` is how many probes or replicates would settle
-    an INCONCLUSIVE rule.
+    could explain the value (None = cannot be said), the same for every rule on one cell; `needed` is
+    how many probes or replicates would settle an INCONCLUSIVE rule.
     """
 
     rule: Rule
@@ -620,7 +620,7 @@ class RuleVerdict:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The worst outcome of a policy's rules, and all of them."""
+    """The worst outcome of a policy's rules, and all of them; `notes` tells what was not counted."""
 
     outcome: Outcome
     rules: tuple[RuleVerdict, ...]
@@ -630,6 +630,7 @@ class Verdict:
     comparison_id: str | None = None
     reason: str | None = None
     allowed: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def status(self) -> str:

@@ -183,17 +183,20 @@ def now() -> str:
 
 
 def provenance() -> dict[str, Any]:
-    """Return time, command (file names only, no directories or host) and git revision."""
+    """Return time, author, command (file names only, no directories or host) and git revision."""
     command = [Path(part).name if os.sep in part else part for part in sys.argv]
-    return {"time": now(), "command": " ".join(command), "git_revision": _git_revision()}
+    return {
+        "time": now(),
+        "author": os.environ.get("ROLLOUT_AUDIT_AUTHOR") or _git("config", "user.email"),
+        "command": " ".join(command),
+        "git_revision": _git("rev-parse", "HEAD"),
+    }
 
 
-@lru_cache(maxsize=1)
-def _git_revision() -> str | None:
+@lru_cache(maxsize=4)
+def _git(*arguments: str) -> str | None:
     try:
-        found = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False
-        )
+        found = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.SubprocessError):
         return None
     return found.stdout.strip() or None

@@ -70,7 +70,7 @@ def test_manifest_names_no_directory_and_no_host_of_the_writer(finished: tuple[S
     text = (store.root / "runs" / run / "manifest.json").read_text()
     assert str(store.root) not in text
     assert os.uname().nodename not in text
-    assert set(json.loads(text)["provenance"]) == {"time", "command", "git_revision"}
+    assert set(json.loads(text)["provenance"]) == {"time", "author", "command", "git_revision"}
 
 
 def test_parts_are_compressed_and_byte_stream_split_with_float32_lists(finished: tuple[Store, str]) -> None:
