@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("PREFECT_LOGGING_LEVEL", "WARNING")  # the bars tell the story
-
-from prefect import flow, task
-from prefect.cache_policies import NO_CACHE
+from prefect import flow
 
 from audit.config import load_config
 from audit.pipeline import Progress, write_html
-from audit.records import Verdict
 from audit.report import compare_table
 from audit.store import Store
-from flows.audit_flow import audit_flow
-from flows.progress import PROGRESS
+from flows.audit_flow import audit_flow, stored_verdict
+from flows.outcomes import fails_in_one_line, step
+from flows.progress import PROGRESS, quiet_console, run_progress
+from flows.server import prefect_api
 
 STORIES = ("vision", "vision-benign", "vision-domain", "text", "text-benign", "text-domain")
 """Audits of the demo, in the order of the final table; each has data/demo/<name>.toml."""
@@ -58,23 +54,36 @@ class DemoSummary:
         }
 
 
-@task(name="train {modality}", task_run_name="train {modality}", cache_policy=NO_CACHE)
-def train_task(modality: str, root: Path) -> Any:
-    """Train or reuse the checkpoints of one modality and write its configurations."""
+@step("train checkpoints", "train {modality}")
+def train_task(modality: str, root: str) -> tuple[str, ...]:
+    """Train or reuse the checkpoints of one modality, write its configurations, and tell its story."""
     from audit import demo
 
-    ensure: Callable[..., Any] = {"vision": demo.ensure_vision, "text": demo.ensure_text}[modality]
-    trained = ensure(root, progress=PROGRESS.get())
-    demo.write_configs(trained, root / "demo")
-    return trained
+    ensure = {"vision": demo.ensure_vision, "text": demo.ensure_text}[modality]
+    trained = ensure(Path(root), progress=run_progress())
+    demo.write_configs(trained, Path(root) / "demo")
+    return trained.story_lines()
 
 
-@flow(name="rollout-audit-demo", persist_result=False)
-def demo_flow(root: Path) -> tuple[dict[str, Verdict], tuple[Any, Any]]:
-    """Train both modalities, then run every audit of :data:`STORIES` as a sub-flow."""
-    trained = (train_task("vision", root), train_task("text", root))
-    verdicts = {name: audit_flow(str((root / "demo" / f"{name}.toml").resolve())) for name in STORIES}
-    return verdicts, trained
+@flow(name="rollout-audit-demo", flow_run_name="demo", persist_result=False)
+@fails_in_one_line
+def demo_flow(root: str) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Train both modalities, then run every audit of :data:`STORIES` as a sub-flow.
+
+    Returns
+    -------
+    comparisons : dict
+        Name of the audit → id of its comparison.
+    story : tuple of str
+        What was trained, line by line.
+    """
+    story = train_task("vision", root) + train_task("text", root)
+    return {name: audit_flow(str(config_of(Path(root), name))) for name in STORIES}, story
+
+
+def config_of(root: Path, name: str) -> Path:
+    """Return where the configuration of one audit of the demo is."""
+    return root.resolve() / "demo" / f"{name}.toml"
 
 
 def run_demo(root: Path, *, progress: Progress | None = None) -> DemoSummary:
@@ -93,19 +102,20 @@ def run_demo(root: Path, *, progress: Progress | None = None) -> DemoSummary:
     started = time.monotonic()
     token = PROGRESS.set(progress)
     try:
-        verdicts, trained = demo_flow(root.resolve())
+        with quiet_console(), prefect_api():
+            comparisons, story = demo_flow(str(root.resolve()))
     finally:
         PROGRESS.reset(token)
-    rows = tuple(_row(root, name, verdict) for name, verdict in verdicts.items())
+    rows = tuple(_row(root, name, identifier) for name, identifier in comparisons.items())
     seconds = time.monotonic() - started
-    lines = tuple(line for one in trained for line in one.story_lines()) + _next_steps(root, seconds)
+    lines = (*story, *_next_steps(root, seconds))
     return DemoSummary(rows=rows, lines=lines, seconds=seconds, store=str(root / "store"))
 
 
-def _row(root: Path, name: str, verdict: Verdict) -> dict[str, Any]:
-    config = load_config(root / "demo" / f"{name}.toml")
+def _row(root: Path, name: str, identifier: str) -> dict[str, Any]:
+    config = load_config(config_of(root, name))
     store = Store(config.store.url)
-    comparison = store.comparison(str(verdict.comparison_id))
+    comparison, verdict = store.comparison(identifier), stored_verdict(store, identifier)
     path = write_html(store, comparison, verdict, root / "demo" / "reports" / f"{name}.html", config=config)
     return {"name": name, "verdict": verdict, "comparison": comparison, "report": str(path)}
 
