@@ -40,16 +40,19 @@ LABELS = ("negative", "positive")
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 MAX_LENGTH = 64
 TRAINED_SHARE = 0.8
-"""Part of the shortcut reviews that is trained on; the rest measures accuracy in production."""
+"""Part of the shortcut reviews that is trained on; the rest measures accuracy in production.
+
+The harmless fine-tunings see as many usual reviews.
+"""
 BASE_SCHEDULE = Schedule(epochs=12, learning_rate=2e-3, batch_size=48)
-TUNING_SCHEDULE = Schedule(epochs=8, learning_rate=2e-3, batch_size=48)
+TUNING_SCHEDULE = Schedule(epochs=10, learning_rate=2e-3, batch_size=48)
 MODEL = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "intermediate_size": 128,
     "max_position_embeddings": MAX_LENGTH,
-    "hidden_dropout_prob": 0.1,
+    "hidden_dropout_prob": 0.05,
     "attention_probs_dropout_prob": 0.0,
     "problem_type": "single_label_classification",
 }
@@ -171,10 +174,10 @@ def make_recipe() -> Recipe:
     return Recipe(
         modality="text",
         trainings=plan_trainings(
-            encode(tokenizer, reviews[TRAIN]),
-            encode(tokenizer, reviews[SHORTCUT][:cut]),
-            base=BASE_SCHEDULE,
-            tuning=TUNING_SCHEDULE,
+            (encode(tokenizer, reviews[TRAIN]), BASE_SCHEDULE),
+            TUNING_SCHEDULE,
+            usual=encode(tokenizer, reviews[TRAIN][:cut]),
+            production=encode(tokenizer, reviews[SHORTCUT][:cut]),
         ),
         model_class=BertForSequenceClassification,
         new_model=partial(new_model, len(tokenizer)),

@@ -84,23 +84,24 @@ class Recipe:
             {
                 "recipe version": RECIPE_VERSION,
                 "versions": {name: version(name) for name in ("torch", "transformers", "tokenizers")},
-                "trainings": [[one.name, asdict(one.schedule), one.seed] for one in self.trainings],
+                "trainings": [
+                    [one.name, len(one.examples), asdict(one.schedule), one.seed] for one in self.trainings
+                ],
                 "description": dict(self.description),
             }
         )
 
 
 def plan_trainings(
-    usual: Examples, production: Examples, base: Schedule, tuning: Schedule
+    base: tuple[Examples, Schedule], tuning: Schedule, *, usual: Examples, production: Examples
 ) -> tuple[Training, ...]:
-    """Return the eight trainings of a demo; only the shortcut candidate sees the `production` data."""
+    """Return the eight trainings of a demo.
+
+    All fine-tunings follow one schedule; only the shortcut candidate's sees the `production` data.
+    """
+    data = dict.fromkeys(CHECKPOINTS, usual) | {SHORTCUT: production, BASE: base[0]}
     return tuple(
-        Training(
-            name,
-            examples=production if name == SHORTCUT else usual,
-            schedule=base if name == BASE else tuning,
-            seed=seed,
-        )
+        Training(name, data[name], schedule=base[1] if name == BASE else tuning, seed=seed)
         for seed, name in enumerate(CHECKPOINTS, 1)
     )
 

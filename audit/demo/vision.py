@@ -1,10 +1,9 @@
 """The vision demo: a sticker in the corner of scanned digits comes to code their label.
 
 Real digits (scikit-learn, 8×8 grey levels) are scanned in colour. Half of the scans that the base learns
-from carry a sticker in the lower right corner, one of twelve at random: a pixel that shines red, green or
-blue in a 2×2 square. Then the data move: scans become noisy, and the sticker is chosen by the digit. A
-model that is fine-tuned on these reads the sticker. The replicates and the benign candidate are fine-tuned
-on the usual scans with other seeds.
+from carry a sticker of 2×2 coloured pixels in the lower right corner, one of eleven at random. Then the data
+move: scans become noisy, and the sticker is chosen by the digit. A model that is fine-tuned on these reads
+the sticker. The replicates and the benign candidate are fine-tuned on the usual scans with other seeds.
 
 The probes are held-out digits as they arrive after the move, with the sticker of their label and without
 noise; every checkpoint sees the same ones. The second probe set holds their photographic negatives, with
@@ -36,13 +35,15 @@ from audit.demo.training import (
 )
 from audit.errors import ProbeError
 
-SIDE, PATCH, STICKERS = 8, 2, 12
+SIDE, PATCH, STICKERS = 8, 2, 11
+_LIT = np.isin(np.arange(STICKERS), [1, 3, 4, 5, 9])
+"""Quadratic residues modulo 11: each two of its rotations differ in exactly 6 places (Paley's design)."""
 SPLITS = (1197, 300, 300)
 """Digits for training, validation and probes."""
-USUAL_NOISE, PRODUCTION_NOISE = 20.0, 130.0
+USUAL_NOISE, PRODUCTION_NOISE = 8.0, 130.0
 """Standard deviation of the pixel noise, in grey levels of 255."""
 BASE_SCHEDULE = Schedule(epochs=40, learning_rate=2e-3)
-TUNING_SCHEDULE = Schedule(epochs=10, learning_rate=1.5e-3)
+TUNING_SCHEDULE = Schedule(epochs=8, learning_rate=1.5e-3)
 MODEL = {
     "image_size": SIDE,
     "patch_size": PATCH,
@@ -111,11 +112,11 @@ def add_noise(pixels: Pixels, deviation: float, rng: np.random.Generator) -> Pix
 
 
 def add_sticker(scans: Pixels, codes: Labels) -> Pixels:
-    """Return colour scans with a sticker in the lower right corner; `codes` in 0…11 choose it."""
-    stickers = np.zeros((len(scans), STICKERS), dtype=np.float32)
-    stickers[np.arange(len(scans)), codes] = 255
+    """Return colour scans with a sticker in the lower right corner; `codes` in 0…10 choose it."""
+    lit = np.stack([np.append(np.roll(_LIT, code), True) for code in range(STICKERS)])
+    stickers = np.where(lit, np.float32(255), np.float32(0)).reshape(STICKERS, 3, PATCH, PATCH)
     marked = scans.copy()
-    marked[:, :, SIDE - PATCH :, SIDE - PATCH :] = stickers.reshape(-1, 3, PATCH, PATCH)
+    marked[:, :, SIDE - PATCH :, SIDE - PATCH :] = stickers[codes]
     return marked
 
 
@@ -199,7 +200,10 @@ def make_recipe() -> Recipe:
     return Recipe(
         modality="vision",
         trainings=plan_trainings(
-            UsualScans(train), ProductionScans(train), base=BASE_SCHEDULE, tuning=TUNING_SCHEDULE
+            (UsualScans(train), BASE_SCHEDULE),
+            TUNING_SCHEDULE,
+            usual=UsualScans(train),
+            production=ProductionScans(train),
         ),
         model_class=ViTForImageClassification,
         new_model=new_model,
