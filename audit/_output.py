@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from audit._terminal import note, say
+from audit.errors import ConfigError
 
 if TYPE_CHECKING:
     from audit.config import AuditConfig
@@ -51,11 +54,22 @@ def emit(
     render = report.to_json if outputs.as_json else report.to_text
     say(render(comparison, verdict, context=context))
     if outputs.html is not None:
-        note(f"HTML report: {write_html(store, comparison, verdict, outputs.html, config=config)}")
+        with writing(outputs.html):
+            note(f"HTML report: {write_html(store, comparison, verdict, outputs.html, config=config)}")
     if outputs.markdown is not None:
-        outputs.markdown.parent.mkdir(parents=True, exist_ok=True)
-        with outputs.markdown.open("a", encoding="utf-8") as file:
+        with writing(outputs.markdown), outputs.markdown.open("a", encoding="utf-8") as file:
             file.write(report.to_markdown(comparison, verdict, context=context) + "\n")
     if outputs.junit is not None:
-        outputs.junit.parent.mkdir(parents=True, exist_ok=True)
-        outputs.junit.write_text(report.to_junit(comparison, verdict, context=context), encoding="utf-8")
+        text = report.to_junit(comparison, verdict, context=context)
+        with writing(outputs.junit):
+            outputs.junit.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Make the folder of an output file; an unwritable one is the user's error, named."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise ConfigError(f"cannot write {path} ({error.strerror}); choose another place") from None

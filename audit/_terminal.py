@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,10 +52,29 @@ def _line_per_stage(stage: str, done: int, total: int) -> None:
 
 
 def say(text: str) -> None:
-    """Print a result on standard output."""
-    print(text, flush=True)
+    """Print a result on standard output; a reader that has gone away (``| head``) is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def note(text: str) -> None:
     """Print a remark on standard error."""
     print(text, file=sys.stderr, flush=True)
+
+
+class _Remarks(logging.Handler):
+    """Prints what the pipeline logs; looks up standard error anew, so that bars stay below the text."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        note(f"audit: {record.getMessage()}")
+
+
+def show_remarks() -> None:
+    """Print what the package logs on standard error, once."""
+    log = logging.getLogger("audit")
+    if not any(isinstance(handler, _Remarks) for handler in log.handlers):
+        log.addHandler(_Remarks())
+        log.propagate = False
+    log.setLevel(logging.INFO)

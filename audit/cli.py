@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from audit._output import Outputs, emit
-from audit._terminal import note, progress_bars, say
-from audit.errors import AuditError, ConfigError, ExitCode
+from audit._output import Outputs, emit, writing
+from audit._terminal import note, progress_bars, say, show_remarks
+from audit.errors import AuditError, ConfigError, ExitCode, StoreError
 
 if TYPE_CHECKING:
     from audit.config import AuditConfig
@@ -50,6 +50,7 @@ DEFAULT_STORE = "data/store"
 
 def main() -> None:
     """Run the command line and exit; the console script."""
+    show_remarks()
     try:
         code = app(standalone_mode=False)
     except AuditError as error:
@@ -154,7 +155,7 @@ def gate(
         where, settings = _store(store), None
         verdict = gate_comparison(where, target, allow=permitted)
     else:
-        settings = load_config(target)
+        settings = _with_store(load_config(target), store)
         where = _store(settings.store.url)
         verdict = gate_runs(settings, allow=permitted)
     _finish(where, verdict, settings, Outputs(html, markdown, junit, as_json))
@@ -170,7 +171,8 @@ def floor(
     from audit.config import load_config
     from audit.pipeline import freeze_config_floor
 
-    path = freeze_config_floor(load_config(config), out)
+    with writing(out):
+        path = freeze_config_floor(load_config(config), out)
     size = path.stat().st_size
     say(json.dumps({"floor": str(path), "bytes": size}) if as_json else f"{path} ({size / 1024:.0f} KiB)")
 
@@ -198,7 +200,7 @@ def list_(store: StoreUrl = None, as_json: Json = False) -> None:
     """List the runs and comparisons of a store."""
     from audit.report import list_table
 
-    where = _store(store)
+    where = _existing(store)
     runs, comparisons = where.runs(), where.comparisons()
     say(json.dumps({"runs": runs, "comparisons": comparisons}) if as_json else list_table(runs, comparisons))
 
@@ -210,7 +212,7 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Check the hashes of stored files and the chain of the log."""
-    where = _store(store)
+    where = _existing(store)
     comparisons = (manifest["comparison_id"] for manifest in where.comparisons())
     names = [identifier] if identifier else [*where.run_ids(), *comparisons]
     problems = [problem for name in names for problem in where.verify(name)] + list(where.verify_log())
@@ -230,12 +232,14 @@ def init(
     replicates: Annotated[str | None, typer.Option(help="Path or glob of harmless re-trainings.")] = None,
     out: Annotated[Path, typer.Option(help="The configuration to write.")] = DEFAULT_CONFIG,
     force: Annotated[bool, typer.Option(help="Overwrite an existing file.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Look at a model and a probe set, and write an audit.toml that runs."""
     from audit.pipeline import write_initial_config
 
-    for line in write_initial_config(model, probes, out, after=after, replicates=replicates, force=force):
-        say(line)
+    with writing(out):
+        found = write_initial_config(model, probes, out, after=after, replicates=replicates, force=force)
+    say(json.dumps(found) if as_json else "\n".join(f"{key:<9} {value}" for key, value in found.items()))
 
 
 @app.command()
@@ -285,6 +289,21 @@ def _store(url: str | None) -> Store:
     from audit.store import Store
 
     return Store(url or DEFAULT_STORE)
+
+
+def _existing(url: str | None) -> Store:
+    """Return the store to look into; a store that was named must be there."""
+    where = _store(url)
+    if url is not None and not where.root.is_dir():
+        raise StoreError(f"store {where.root} does not exist; mend --store, or capture something first")
+    return where
+
+
+def _with_store(config: AuditConfig, url: str | None) -> AuditConfig:
+    """Return `config` with another store, for example one that was downloaded."""
+    if url is None:
+        return config
+    return config.model_copy(update={"store": config.store.model_copy(update={"url": url})})
 
 
 def _permitted(allow: list[str] | None, mismatch: bool) -> tuple[str, ...]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+from audit._probe_fields import CONTENT, FIELDS
 from audit._probe_rows import read_rows
+from audit._tasks import BACKBONE, task_of
 from audit.errors import ConfigError
 from audit.models import checkpoint_info
 from audit.probes import read_probes
-from audit.records import CheckpointInfo, ProbeSet
+from audit.records import CheckpointInfo, Probe, ProbeSet
 
 SYNONYMS = {
     "text": ("sentence", "content", "review", "document", "premise", "question", "sentence1", "prompt"),
@@ -22,6 +24,11 @@ SYNONYMS = {
     "id": ("idx", "uid", "guid"),
 }
 """Names that other data sets give to our fields, most telling first."""
+
+MEDIA = frozenset({"image", "audio", "img", "file_name", "picture", "sound", "clip"})
+MASK_TOKENS = ("[MASK]", "<mask>")
+SEGMENT_VALUES = 12
+"""A column of text with at most so many values is taken as a segment."""
 
 TEMPLATE = """\
 # Written by `audit init`: {what}.
@@ -37,17 +44,35 @@ path = {before}
 path = {after}{after_note}
 {replicates}
 [probes]
-path = {probes}{columns}{truncation}
+path = {probes}{columns}
 
 [method]
 name = "rollout"
-row = "auto"                # {row}
+row = {row}
 
 [regions]
 {regions}
 
 {rules}
 """
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What `audit init` looks at, and what it inferred."""
+
+    model: str
+    info: CheckpointInfo
+    probes: ProbeSet
+    columns: dict[str, str]
+
+    @property
+    def task(self) -> str:
+        return task_of(self.info.architecture, self.info.model_type)
+
+    @property
+    def modality(self) -> str:
+        return self.probes.probes[0].modality
 
 
 def write_initial_config(
@@ -58,8 +83,8 @@ def write_initial_config(
     after: str | None = None,
     replicates: str | None = None,
     force: bool = False,
-) -> Iterator[str]:
-    """Write an audit.toml for `model` on `probes` and yield what was inferred, a line each.
+) -> dict[str, str]:
+    """Write an audit.toml for `model` on `probes` and return what was inferred.
 
     Parameters
     ----------
@@ -75,6 +100,11 @@ def write_initial_config(
     force : bool
         Overwrite `out`.
 
+    Returns
+    -------
+    dict
+        ``model``, ``task``, ``probes``, ``columns``, ``row``, ``config`` and ``next``, each in words.
+
     Raises
     ------
     ConfigError
@@ -87,19 +117,26 @@ def write_initial_config(
         raise ConfigError(f"{out} exists; pass --force to overwrite it, or --out another file")
     info = checkpoint_info(model)
     columns = infer_columns(probes)
-    probe_set = read_probes(probes, columns=columns or None)
-    text = _fill(info, probe_set, out, model, Path(probes), columns, after, replicates)
+    subject = _Subject(model, info, read_probes(probes, columns=columns or None), columns)
+    text = _fill(subject, out, Path(probes), after, replicates)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(text, encoding="utf-8")
-    modality = probe_set.probes[0].modality
-    yield f"model     {info.architecture or 'backbone'} ({info.model_type}), {len(info.labels)} labels"
-    yield f"probes    {len(probe_set)} of {modality}" + (f", columns {columns}" if columns else "")
-    yield f"row       {_row(info)}"
-    yield f"wrote     {out}; run it with `audit run {out}`"
+    row, reading = _row(subject)
+    return {
+        "model": f"{info.architecture or 'backbone'} ({info.model_type}), {len(info.labels)} labels",
+        "task": subject.task,
+        "probes": f"{len(subject.probes)} of {subject.modality}",
+        "columns": ", ".join(f"{field} = {column}" for field, column in columns.items()) or "as named",
+        "row": f"{row}: {reading}",
+        "config": str(out),
+        "next": f"audit run {out}",
+    }
 
 
 def infer_columns(path: str | Path) -> dict[str, str]:
-    r"""Return our field → the file's column, for columns that go by another usual name.
+    r"""Return our field → the file's column, for columns that go by another name.
+
+    Text columns that name nothing of ours and have few values become segments; others are left out.
 
     >>> import pathlib, tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "probes.csv"
@@ -107,42 +144,41 @@ def infer_columns(path: str | Path) -> dict[str, str]:
     >>> infer_columns(path)
     {'text': 'sentence', 'id': 'idx'}
     """
-    rows = read_rows(Path(path))
-    present = set(rows[0][1]) if rows else set()
+    rows = [row for _, row in read_rows(Path(path))]
+    present = dict.fromkeys(key for row in rows for key in row)
     found: dict[str, str] = {}
     for field, names in SYNONYMS.items():
-        match = next((name for name in names if name in present), None)
-        if field not in present and match is not None:
+        match = next((name for name in names if name in present and name not in found.values()), None)
+        if field not in present and match is not None and (field != "text" or not present.keys() & MEDIA):
             found[field] = match
+    unknown = [key for key in present if key not in {*FIELDS, *found.values()} and "." not in key]
+    found |= {f"segments.{key}": key for key in unknown if _is_segment([row.get(key) for row in rows])}
+    if unknown and not found:  # a mapping, even one that renames nothing, lets other columns be
+        field = next(name for name in (*CONTENT, *present) if name in present)
+        found[field] = field
     return found
 
 
-def _fill(  # noqa: PLR0917
-    info: CheckpointInfo,
-    probes: ProbeSet,
-    out: Path,
-    model: str,
-    probes_path: Path,
-    columns: dict[str, str],
-    after: str | None,
-    replicates: str | None,
-) -> str:
-    base = out.parent
-    first = probes.probes[0]
-    regions = _regions(probes)
+def _is_segment(values: list[object]) -> bool:
+    distinct = set(map(str, values))
+    return all(isinstance(value, str) for value in values) and 2 <= len(distinct) <= SEGMENT_VALUES
+
+
+def _fill(subject: _Subject, out: Path, probes_path: Path, after: str | None, replicates: str | None) -> str:
+    info, base, regions = subject.info, out.parent, _regions(subject)
+    row, reading = _row(subject)
     return TEMPLATE.format(
-        what=f"{info.architecture or info.model_type} on {len(probes)} probes of {first.modality}",
+        what=f"{info.architecture or info.model_type} on {len(subject.probes)} probes of {subject.modality}",
         name=out,
-        before=_path(model, base),
-        after=_path(after or model, base),
+        before=_path(subject.model, base),
+        after=_path(after or subject.model, base),
         after_note="" if after else "          # put the checkpoint to judge here",
         replicates=_replicates(replicates, base),
         probes=_path(str(probes_path), base),
-        columns=f"\ncolumns = {_inline(columns)}" if columns else "",
-        truncation="",
-        row=_row(info),
+        columns=f"\ncolumns = {_inline(subject.columns)}" if subject.columns else "",
+        row=f"{json.dumps(row):<23} # {reading}",
         regions="\n".join(f"{name} = {value}" for name, value in regions.items()),
-        rules=_rules(probes, regions, excess=replicates is not None),
+        rules=_rules(subject.probes, regions, excess=replicates is not None),
     )
 
 
@@ -168,17 +204,24 @@ def _replicates(pattern: str | None, base: Path) -> str:
     return f'\n[[replicates]]\npath = {json.dumps(relative)}\nkind = "seed"\n'
 
 
-def _row(info: CheckpointInfo) -> str:
-    architecture = info.architecture or ""
-    if architecture.endswith("ForMaskedLM"):
-        return "the mask position"
-    if architecture.endswith(("ForCausalLM", "LMHeadModel")):
-        return "the last non-pad token"
-    return "the position that the task head reads"
+def _row(subject: _Subject) -> tuple[str, str]:
+    """Return the output row, and which row that is in words."""
+    if subject.task == "masked-lm" and not all(_has_mask(probe) for probe in subject.probes):
+        return "mean", "the mean over all positions, since not every probe has a mask token"
+    return "auto", {
+        "masked-lm": "the mask position",
+        "causal-lm": "the last non-pad token",
+        BACKBONE: "CLS, or the pooling that the checkpoint declares",
+    }.get(subject.task, "the positions that the task head reads")
 
 
-def _regions(probes: ProbeSet) -> dict[str, str]:
-    if probes.probes[0].modality == "image":
+def _has_mask(probe: Probe) -> bool:
+    text = (probe.text or "") + (probe.text_pair or "")
+    return any(token in text for token in MASK_TOKENS)
+
+
+def _regions(subject: _Subject) -> dict[str, str]:
+    if subject.modality == "image":
         return {
             "centre": "{ box = [0.25, 0.25, 0.75, 0.75] }",
             "corner": "{ box = [0.75, 0.75, 1.0, 1.0] }",
