@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from audit._terminal import note, say
-from audit.errors import ConfigError
 
 if TYPE_CHECKING:
     from audit.config import AuditConfig
@@ -48,6 +45,7 @@ def emit(
     """
     from audit import report
     from audit.pipeline import report_context, write_html
+    from audit.pipeline.files import writing
 
     comparison = store.comparison(comparison_id)
     context = report_context(store, comparison, verdict)
@@ -63,13 +61,3 @@ def emit(
         text = report.to_junit(comparison, verdict, context=context)
         with writing(outputs.junit):
             outputs.junit.write_text(text, encoding="utf-8")
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Make the folder of an output file; an unwritable one is the user's error, named."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as error:
-        raise ConfigError(f"cannot write {path} ({error.strerror}); choose another place") from None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from audit._output import Outputs, emit, writing
+from audit._output import Outputs, emit
 from audit._terminal import note, progress_bars, say, show_remarks
 from audit.errors import AuditError, ConfigError, ExitCode, StoreError
 
@@ -171,8 +171,7 @@ def floor(
     from audit.config import load_config
     from audit.pipeline import freeze_config_floor
 
-    with writing(out):
-        path = freeze_config_floor(load_config(config), out)
+    path = freeze_config_floor(load_config(config), out)
     size = path.stat().st_size
     say(json.dumps({"floor": str(path), "bytes": size}) if as_json else f"{path} ({size / 1024:.0f} KiB)")
 
@@ -237,8 +236,7 @@ def init(
     """Look at a model and a probe set, and write an audit.toml that runs."""
     from audit.pipeline import write_initial_config
 
-    with writing(out):
-        found = write_initial_config(model, probes, out, after=after, replicates=replicates, force=force)
+    found = write_initial_config(model, probes, out, after=after, replicates=replicates, force=force)
     say(json.dumps(found) if as_json else "\n".join(f"{key:<9} {value}" for key, value in found.items()))
 
 

@@ -148,8 +148,8 @@ def write_images(folder: Path, count: int = 20) -> Path:
 
 # --- configurations ---------------------------------------------------------------------------
 
-LIMIT = '[[gate.rules]]\nregion = "people"\nkind = "limit"\nfail = {fail}\n'
-REGIONS = 'people = { terms = ["she", "he", "her"] }\n'
+LIMIT = '[[gate.rules]]\nregion = "opinion"\nkind = "limit"\nfail = {fail}\n'
+REGIONS = 'opinion = { terms = ["good", "bad", "dull", "fine"] }\npeople = { terms = ["she", "he", "her"] }\n'
 
 
 def write_config(

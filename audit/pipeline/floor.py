@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from audit.errors import ConfigError
+from audit.pipeline.files import writing
 from audit.pipeline.runs import RunData
 from audit.records import Column, RunRef, ShareTable, digest
 
@@ -74,10 +75,10 @@ def freeze_floor(baseline: RunData, replicates: Sequence[RunData], path: str | P
     }
     text = json.dumps({**body, "digest": digest(body)}, indent=1, allow_nan=False)
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    with writing(path):
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
     return path
 
 

@@ -12,6 +12,7 @@ from audit._probe_rows import read_rows
 from audit._tasks import BACKBONE, task_of
 from audit.errors import ConfigError
 from audit.models import checkpoint_info
+from audit.pipeline.files import writing
 from audit.probes import read_probes
 from audit.records import CheckpointInfo, Probe, ProbeSet
 
@@ -119,8 +120,8 @@ def write_initial_config(
     columns = infer_columns(probes)
     subject = _Subject(model, info, read_probes(probes, columns=columns or None), columns)
     text = _fill(subject, out, Path(probes), after, replicates)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(text, encoding="utf-8")
+    with writing(out):
+        out.write_text(text, encoding="utf-8")
     row, reading = _row(subject)
     return {
         "model": f"{info.architecture or 'backbone'} ({info.model_type}), {len(info.labels)} labels",
