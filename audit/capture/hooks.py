@@ -77,10 +77,14 @@ def _taking(path: str, inner: dict[str, tuple[Tensor, Tensor]], receive: Receive
             return None
         index = _weights_index(path, module, output)
         weights, context = output[index], output[0]
-        receive(AttentionCall(path, weights, *_unmixed(weights, context, inner)))
+        call = AttentionCall(path, weights, *_unmixed(weights, context, inner), returned=context)
+        replaced = receive(call)
         inner.clear()
-        emptied = weights.new_empty((*weights.shape[:-1], 0))
-        return tuple(emptied if i == index else item for i, item in enumerate(output))
+        items = list(output)
+        items[index] = weights.new_empty((*weights.shape[:-1], 0))
+        if replaced is not None:
+            items[0] = replaced
+        return tuple(items)
 
     return hook
 

@@ -42,6 +42,8 @@ class AttentionCall:
     value : Tensor (batch, key head, key, dim) or None
     output : Tensor (batch, query, head, dim)
         What the model's own kernel returned.
+    returned : Tensor or None
+        What the layer gives on, where that is not `output`.
     """
 
     path: str
@@ -49,6 +51,7 @@ class AttentionCall:
     output: Tensor
     value: Tensor | None = None
     sink: bool = False
+    returned: Tensor | None = None
 
 
 # May return what the layer is to give on in the place of `output`.

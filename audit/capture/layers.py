@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,20 +21,30 @@ _CROSS = re.compile(r"cross|encoder_attn|encdec", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """One attention module: where it sits, what it attends to, how its weights are seen."""
+    """One attention module: where it sits, what it attends to, how its weights are seen.
+
+    `stack` is the path of the list of blocks that it belongs to, empty outside any list; `block` its
+    place in that list.
+    """
 
     path: str
     module: nn.Module
     kind: Literal["self", "cross"]
     mechanism: Literal["interface", "hook"]
+    stack: str = ""
+    block: str = ""
 
 
 @dataclass(frozen=True)
 class CapturePlan:
-    """All attention layers of a model, in order, and the configs to switch for a capture."""
+    """All attention layers of a model, in order, and the configs to switch for a capture.
+
+    `narrowed` says that layers which do not run for the inputs at hand were left out.
+    """
 
     layers: tuple[AttentionLayer, ...]
     configs: tuple[Any, ...]
+    narrowed: bool = False
 
     def modules(self, mechanism: str | None = None) -> Mapping[str, nn.Module]:
         """Return path and module of the layers that are captured by `mechanism` (None = all)."""
@@ -44,6 +54,11 @@ class CapturePlan:
     def has_hooks(self) -> bool:
         """Return whether any layer needs the model to be asked for its attentions."""
         return any(layer.mechanism == "hook" for layer in self.layers)
+
+    @property
+    def stacks(self) -> tuple[str, ...]:
+        """Return the lists of blocks with attention, each once, in the order of the model."""
+        return tuple(dict.fromkeys(layer.stack for layer in self.layers))
 
 
 def plan_capture(model: nn.Module) -> CapturePlan:
@@ -55,19 +70,62 @@ def plan_capture(model: nn.Module) -> CapturePlan:
     Raises
     ------
     CaptureError
-        For models with layers that mix positions without attention, without any attention, with
-        several stacks or cross-attention (not supported yet), or under a kernel that cannot be seen.
+        For models with layers that mix positions without attention, without any attention, or under a
+        kernel that cannot be seen.
     """
     _refuse_mixers(model)
     layers = tuple(_attention_layers(model))
     name = type(model).__name__
     if not layers:
         raise CaptureError(f"{name} has no attention layers; attention rollout does not apply to it")
-    _refuse_several_stacks(name, model, layers)
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise CaptureError(
+            f"{name} is an encoder-decoder, which is not supported yet; audit an encoder-only or decoder-only "
+            "checkpoint"
+        )
     for layer in layers:
         _check_implementation(layer, model)
+    return _plan(model, layers)
+
+
+def _plan(model: nn.Module, layers: tuple[AttentionLayer, ...], *, narrowed: bool = False) -> CapturePlan:
     paths = [layer.path for layer in layers if layer.mechanism == "interface"]
-    return CapturePlan(layers, tuple(involved_configs(model, paths)))
+    return CapturePlan(layers, tuple(involved_configs(model, paths)), narrowed)
+
+
+def narrow_plan(model: nn.Module, plan: CapturePlan, called: Sequence[str]) -> CapturePlan:
+    """Keep the layers that ran for the inputs at hand, and refuse what has no exact rollout.
+
+    A stack that did not run at all (the vision part of a model that was given text) is left out, and so
+    is an attention module outside the lists of blocks that ran after all of them: it pools the output.
+
+    Parameters
+    ----------
+    model : nn.Module
+    plan : CapturePlan
+    called : sequence of str
+        Paths of the layers that ran, in the order of their first call.
+
+    Raises
+    ------
+    CaptureError
+        For a stack that ran in part, blocks with several attention layers, several stacks, or an
+        encoder-decoder.
+    """
+    order = {path: i for i, path in enumerate(called)}
+    ran = [layer for layer in plan.layers if layer.path in order]
+    stacks = {layer.stack for layer in ran}
+    for layer in plan.layers:
+        if layer.stack in stacks and layer.path not in order and layer.stack:
+            raise CaptureError(f"attention layer {layer.path} never ran; this architecture is not supported")
+    layers = tuple(layer for layer in ran if layer.stack or not _after_all(layer, ran, order))
+    _refuse_several_stacks(type(model).__name__, layers)
+    return _plan(model, layers, narrowed=len(layers) < len(plan.layers))
+
+
+def _after_all(layer: AttentionLayer, ran: Sequence[AttentionLayer], order: Mapping[str, int]) -> bool:
+    inside = [order[other.path] for other in ran if other.stack]
+    return bool(inside) and order[layer.path] > max(inside)
 
 
 def _attention_layers(model: nn.Module) -> list[AttentionLayer]:
@@ -77,15 +135,35 @@ def _attention_layers(model: nn.Module) -> list[AttentionLayer]:
         if interface_function(type(module)) is not None:
             found[path] = "interface"
     for path, module in modules.items():
-        named = "attention" in type(module).__name__.lower() and any(True for _ in module.children())
         inside = any(_below(path, other) for other in found if found[other] == "interface")
-        if named and path not in found and not inside and not _has_attention_below(path, modules):
-            found[path] = "hook"
+        if _named_attention(module) and path not in found and not inside:
+            if not _has_attention_below(path, modules):
+                found[path] = "hook"
     return [
-        AttentionLayer(path, modules[path], "cross" if _CROSS.search(path) else "self", found[path])
+        AttentionLayer(
+            path,
+            modules[path],
+            "cross" if _CROSS.search(path) else "self",
+            found[path],
+            *_place(path, modules),
+        )
         for path in modules
         if path in found
     ]
+
+
+def _named_attention(module: nn.Module) -> bool:
+    return "attention" in type(module).__name__.lower() and any(True for _ in module.children())
+
+
+def _place(path: str, modules: Mapping[str, nn.Module]) -> tuple[str, str]:
+    """Return the outermost list of blocks around `path` and the place in it."""
+    parts = path.split(".")
+    for cut in range(1, len(parts)):
+        above = ".".join(parts[:cut])
+        if isinstance(modules[above], (nn.ModuleList, nn.Sequential)) and parts[cut].isdigit():
+            return above, parts[cut]
+    return "", ""
 
 
 def _below(path: str, ancestor: str) -> bool:
@@ -94,11 +172,7 @@ def _below(path: str, ancestor: str) -> bool:
 
 def _has_attention_below(path: str, modules: Mapping[str, nn.Module]) -> bool:
     return any(
-        _below(other, path)
-        and (
-            interface_function(type(module)) is not None
-            or ("attention" in type(module).__name__.lower() and any(True for _ in module.children()))
-        )
+        _below(other, path) and (interface_function(type(module)) is not None or _named_attention(module))
         for other, module in modules.items()
     )
 
@@ -116,20 +190,31 @@ def _refuse_mixers(model: nn.Module) -> None:
         )
 
 
-def _refuse_several_stacks(name: str, model: nn.Module, layers: tuple[AttentionLayer, ...]) -> None:
+def _refuse_several_stacks(name: str, layers: Sequence[AttentionLayer]) -> None:
     cross = [layer.path for layer in layers if layer.kind == "cross"]
-    if cross or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        where = cross[0] if cross else layers[-1].path
+    if cross:
         raise CaptureError(
-            f"{name} is an encoder-decoder or has cross-attention ({where}), which is not supported yet; "
+            f"{name} has cross-attention ({cross[0]}), which is not supported yet; "
             "audit an encoder-only or decoder-only checkpoint"
         )
-    stacks = sorted({re.sub(r"\d+", "*", layer.path) for layer in layers})
+    stacks = list(dict.fromkeys(layer.stack for layer in layers))
     if len(stacks) > 1:
         raise CaptureError(
             f"{name} has {len(stacks)} stacks of attention layers ({', '.join(stacks[:4])}), which is not "
             "supported yet; audit a checkpoint with one stack"
         )
+    _refuse_crowded_blocks(name, layers)
+
+
+def _refuse_crowded_blocks(name: str, layers: Sequence[AttentionLayer]) -> None:
+    blocks: dict[tuple[str, str], str] = {}
+    for layer in layers:
+        other = blocks.setdefault((layer.stack, layer.block), layer.path)
+        if other != layer.path and re.sub(r"\d+", "*", other) != re.sub(r"\d+", "*", layer.path):
+            raise CaptureError(
+                f"{name} has two attention layers in one block ({other}, {layer.path}), whose order is not "
+                "known; no exact rollout exists for it"
+            )
 
 
 def _check_implementation(layer: AttentionLayer, model: nn.Module) -> None:

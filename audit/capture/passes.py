@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,8 +14,9 @@ from audit.capture.check import check_counts, check_rows, check_values
 from audit.capture.engine import BatchFold
 from audit.capture.hooks import counted_calls, hook_capture
 from audit.capture.inputs import accepted_arguments, core_model
-from audit.capture.interface import AttentionCall, config_locks, interface_capture
-from audit.capture.layers import CapturePlan, expected_calls
+from audit.capture.interface import AttentionCall, Receiver, config_locks, interface_capture
+from audit.capture.layers import CapturePlan, expected_calls, narrow_plan
+from audit.errors import CaptureError
 
 
 @contextmanager
@@ -72,15 +73,13 @@ def exclusive(model: nn.Module, configs: Sequence[Any] = ()) -> Iterator[None]:
 
 
 @contextmanager
-def watched(
-    plan: CapturePlan, receive: Callable[[AttentionCall], None], expected: int | None
-) -> Iterator[None]:
+def watched(plan: CapturePlan, receive: Receiver, expected: int | None) -> Iterator[None]:
     """Send each attention call of this thread to `receive`, and check on leaving that none was missed."""
     seen = Counter[str]()
 
-    def note(call: AttentionCall) -> None:
+    def note(call: AttentionCall) -> Tensor | None:
         seen[call.path] += 1
-        receive(call)
+        return receive(call)
 
     with ExitStack() as stack:
         called = stack.enter_context(counted_calls(plan.modules()))
@@ -127,5 +126,25 @@ def fold_batch(
             check_values(call, fold.valid)
         fold.fold(call.weights, sink=call.sink)
 
-    with exclusive(model, plan.configs), watched(plan, receive, expected_calls(core_model(model))):
+    expected = None if plan.narrowed else expected_calls(core_model(model))
+    with exclusive(model, plan.configs), watched(plan, receive, expected):
         return run_model(model, tensors, attentions=plan.has_hooks, keep_logits=keep_logits)
+
+
+def active_plan(model: nn.Module, plan: CapturePlan, tensors: Mapping[str, Tensor]) -> CapturePlan:
+    """Return `plan` without the layers that do not run for `tensors`.
+
+    Raises
+    ------
+    CaptureError
+        When the model cannot run, or what runs has no exact rollout; see
+        :func:`audit.capture.layers.narrow_plan`.
+    """
+    core = core_model(model)
+    with exclusive(model, plan.configs), counted_calls(plan.modules()) as called:
+        try:
+            run_model(model, tensors)
+        except (ValueError, TypeError, AttributeError) as error:
+            given, why = ", ".join(tensors), " ".join(str(error).split())
+            raise CaptureError(f"{type(core).__name__} cannot run on {given}: {why[:160]}") from error
+    return narrow_plan(core, plan, list(called))

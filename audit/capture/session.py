@@ -16,7 +16,8 @@ from audit.capture.batches import length_batches, stack, valid_positions
 from audit.capture.engine import BatchFold, FoldSettings
 from audit.capture.inputs import Encoded, core_model, encode_image, encode_texts
 from audit.capture.layers import CapturePlan, plan_capture
-from audit.capture.passes import exclusive, fold_batch, run_model
+from audit.capture.mixing import check_mixing
+from audit.capture.passes import active_plan, exclusive, fold_batch, run_model
 from audit.capture.positions import with_sink_position
 from audit.capture.predictions import Target, check_targets, first_tensor, predictions, targets_by_probe
 from audit.capture.rows import OutputRow, decide_row, row_weights
@@ -91,9 +92,55 @@ def capture(
     probes = list(probes)
     if not probes:
         return
-    plan = plan_capture(core_model(checkpoint.model))
     wanted = targets_by_probe(target, probes)
     check_targets(checkpoint, wanted, probes)
+    plan_capture(core_model(checkpoint.model))  # refuses before anything is encoded
+    windows = _windows(checkpoint, probes, settings)
+    yield from _capture_windows(checkpoint, windows, method, settings, wanted, progress)
+
+
+def capture_prepared(
+    checkpoint: Checkpoint,
+    encoded: Sequence[Encoded],
+    *,
+    method: Method | None = None,
+    settings: CaptureSettings | None = None,
+    target: Target = None,
+) -> Iterator[Captured]:
+    """Capture inputs that are tensors already: everything of :func:`capture` below tokenizer and processor.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        Its processor is not used.
+    encoded : sequence of Encoded
+        Tensors with a batch axis of 1 and one position for each row of the attention.
+    method, settings, target : see :func:`capture`
+
+    Yields
+    ------
+    Captured, in the order of `encoded`
+
+    Raises
+    ------
+    CaptureError
+        When attention cannot be captured exactly; the message names the layer.
+    """
+    wanted = targets_by_probe(target, [item.probe for item in encoded])
+    windows = iter([list(encoded)] if encoded else [])
+    yield from _capture_windows(
+        checkpoint, windows, method or Method(), settings or CaptureSettings(), wanted, None
+    )
+
+
+def _capture_windows(
+    checkpoint: Checkpoint,
+    windows: Iterator[list[Encoded]],
+    method: Method,
+    settings: CaptureSettings,
+    wanted: dict[str, Any],
+    progress: Progress | None,
+) -> Iterator[Captured]:
     session: Session | None = None
     done = 0
 
@@ -101,13 +148,19 @@ def capture(
         if progress is not None:
             progress(done + count)
 
-    for window in _windows(checkpoint, probes, settings):
+    for window in windows:
         if session is None:
+            plan = _plan(checkpoint, window)
             row = _decide(checkpoint, plan, method.row, window)
             session = Session(checkpoint, settings, FoldSettings.from_method(method), plan, row, wanted)
             verify(session, window)
         yield from _run_window(session, window, report)
         done += len(window)
+
+
+def _plan(checkpoint: Checkpoint, window: Sequence[Encoded]) -> CapturePlan:
+    plan = plan_capture(core_model(checkpoint.model))
+    return active_plan(checkpoint.model, plan, window[0].tensors)
 
 
 def check_probes(
@@ -131,7 +184,7 @@ def check_determinism(
     window = next(_windows(checkpoint, list(probes), settings), None)
     if window is None:
         return
-    plan = plan_capture(core_model(checkpoint.model))
+    plan = _plan(checkpoint, window)
     row = _decide(checkpoint, plan, method.row, window)
     session = Session(checkpoint, settings, FoldSettings.from_method(method), plan, row, {})
     batch = [window[i] for i in _batches(session, window)[0]]
@@ -213,8 +266,9 @@ def _fold(session: Session, batch: Sequence[Encoded], *, check: bool = False) ->
 def verify(session: Session, window: Sequence[Encoded]) -> None:
     """Check on the first probes that capture sees what the model does and changes nothing.
 
-    Attention × values must give every layer's own output, the outputs must be those of a pass without
-    capture to the last bit, and a second pass must agree with the first.
+    Attention × values must give every layer's own output, positions may mix through nothing else, the
+    outputs must be those of a pass without capture to the last bit, and a second pass must agree with
+    the first.
 
     Raises
     ------
@@ -223,6 +277,7 @@ def verify(session: Session, window: Sequence[Encoded]) -> None:
     batch = [window[i] for i in _batches(session, window)[0][:VERIFIED_PROBES]]
     first, second = _fold(session, batch, check=True), _fold(session, batch)
     _agree(first, second, "two identical passes disagree; no shift can be judged")
+    check_mixing(session.checkpoint.model, session.plan, batch[0].tensors, len(batch[0]))
     with exclusive(session.checkpoint.model, session.plan.configs):
         plain = run_model(session.checkpoint.model, stack(batch), keep_logits=session.keep_logits)
     if not _same(first_tensor(plain), first_tensor(first[1])):
@@ -297,4 +352,4 @@ def _map(
     )
 
 
-__all__ = ["Prediction", "capture", "check_determinism", "check_probes"]
+__all__ = ["Prediction", "capture", "capture_prepared", "check_determinism", "check_probes"]

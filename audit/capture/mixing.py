@@ -1,0 +1,149 @@
+"""Check that positions exchange information through the captured attention alone."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from audit.capture.interface import AttentionCall
+from audit.capture.layers import CapturePlan
+from audit.capture.passes import exclusive, run_model, watched
+from audit.errors import CaptureError
+
+# Largest allowed change at untouched positions, relative to the change at the touched ones.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 1e-1}
+
+
+@dataclass
+class _Trace:
+    """What one pass did: each attention call's output, and the output of the last block."""
+
+    outputs: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    final: Tensor | None = None
+    touched: bool = False
+
+
+def check_mixing(model: nn.Module, plan: CapturePlan, tensors: Mapping[str, Tensor], length: int) -> None:
+    """Check that nothing but the captured attention lets one position see another.
+
+    The input of the first block is changed at every other position while each attention layer gives what
+    it gave before. A block's output at the positions that were left alone must then stay what it was;
+    convolutions, recurrences, pooling or attention that was not captured would change it.
+
+    Parameters
+    ----------
+    model : model of transformers
+    plan : CapturePlan
+        Of one stack.
+    tensors : mapping of argument to Tensor
+        One probe.
+    length : int
+        Its number of positions.
+
+    Raises
+    ------
+    CaptureError
+        Naming the stack whose positions mix by other ways.
+    """
+    if length < 2:
+        return
+    stack = plan.stacks[0]
+    plain = _pass(model, plan, tensors, stack, None, None)
+    for parity in (0, 1):
+        odd = torch.arange(length) % 2 == parity
+        changed = _pass(model, plan, tensors, stack, odd, plain)
+        _compare(model, stack, plain, changed, odd)
+
+
+def _compare(model: nn.Module, stack: str, plain: _Trace, changed: _Trace, odd: Tensor) -> None:
+    name = type(model).__name__
+    if plain.final is None or changed.final is None or not changed.touched:
+        raise CaptureError(
+            f"{name}: the blocks {stack or 'of the model'} do not pass on one vector for each position; "
+            "this architecture is not supported"
+        )
+    difference = (plain.final.double() - changed.final.double()).abs().amax(dim=-1)[0]
+    odd = odd.to(difference.device)
+    moved, leaked = float(difference[odd].amax()), float(difference[~odd].amax())
+    if not leaked <= TOLERANCE[plain.final.dtype] * max(moved, 1e-6):
+        raise CaptureError(
+            f"{name}: positions mix outside the captured attention in {stack or 'the model'} (a change of "
+            f"{moved:.2g} moves other positions by {leaked:.2g}); no exact rollout exists for it"
+        )
+
+
+def _pass(
+    model: nn.Module,
+    plan: CapturePlan,
+    tensors: Mapping[str, Tensor],
+    stack: str,
+    odd: Tensor | None,
+    before: _Trace | None,
+) -> _Trace:
+    trace, calls = _Trace(), Counter[str]()
+
+    def receive(call: AttentionCall) -> Tensor | None:
+        index = (call.path, calls[call.path])
+        calls[call.path] += 1
+        if before is not None:
+            return before.outputs.get(index)
+        trace.outputs[index] = call.output if call.returned is None else call.returned
+        return None
+
+    with exclusive(model, plan.configs), watched(plan, receive, None), _blocks(model, stack, odd, trace):
+        run_model(model, tensors, attentions=plan.has_hooks)
+    return trace
+
+
+@contextmanager
+def _blocks(model: nn.Module, stack: str, odd: Tensor | None, trace: _Trace) -> Iterator[None]:
+    """Change the input of the first block that runs, and keep the output of the last one."""
+    thread = threading.get_ident()
+
+    def before(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if threading.get_ident() != thread or trace.touched or odd is None:
+            return None
+        where = _stream(args, kwargs, len(odd))
+        if where is None:
+            return None
+        trace.touched = True
+        hidden = args[where] if isinstance(where, int) else kwargs[where]
+        noisy = _noisy(hidden, odd)
+        if isinstance(where, int):
+            return tuple(noisy if i == where else item for i, item in enumerate(args)), kwargs
+        return args, {**kwargs, where: noisy}
+
+    def after(_module: nn.Module, _args: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        if threading.get_ident() == thread and isinstance(first, Tensor) and first.dim() == 3:
+            trace.final = first
+
+    with ExitStack() as hooks:
+        for block in model.get_submodule(stack).children() if stack else ():
+            hooks.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
+            hooks.callback(block.register_forward_hook(after).remove)
+        yield
+
+
+def _stream(args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int) -> int | str | None:
+    """Return which argument of a block is its stream of positions: (batch, position, dim)."""
+    candidates: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for where, value in candidates:
+        if isinstance(value, Tensor) and value.dim() == 3 and value.shape[1] == length:
+            if value.is_floating_point():
+                return where
+    return None
+
+
+def _noisy(hidden: Tensor, odd: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(hidden.shape, generator=generator, dtype=torch.float32).to(hidden)
+    scale = hidden.detach().float().std().clamp_min(1e-3).to(hidden)
+    return torch.where(odd.to(hidden.device)[None, :, None], hidden + scale * noise, hidden)
