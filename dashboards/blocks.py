@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from html import escape
@@ -14,6 +15,7 @@ import streamlit as st
 from audit.errors import AuditError
 from audit.records import RunRef
 from audit.report.wording import clip
+from dashboards import state
 
 GLOSSARY = {
     "share": "The part of the map's mass that falls into a region. All content together is 1.",
@@ -35,6 +37,16 @@ GLOSSARY = {
 def text(value: object, width: int = 400) -> str:
     """Return untrusted text, made visible, cut and escaped for HTML."""
     return escape(clip(str(value), width))
+
+
+def plain(message: object, width: int = 500) -> str:
+    """Return untrusted text for an element that reads Markdown: cut, and with every mark escaped."""
+    return re.sub(r"([\\`*_{}\[\]()#+!|<>~$:])", r"\\\1", clip(str(message), width))
+
+
+def warn(message: object, *, icon: str = "report") -> None:
+    """Draw a warning of untrusted text."""
+    st.warning(plain(message), icon=f":material/{icon}:")
 
 
 def html(content: str) -> None:
@@ -118,6 +130,11 @@ def when(time: Any) -> str:
     return clip(str(time), 40) if found is None else f"{found.day} {found:%b %Y, %H:%M} UTC"
 
 
+def link(name: str, label: str, icon: str | None = None, **selected: str) -> None:
+    """Draw a link to a page with this selection."""
+    st.page_link(state.page(name), label=plain(label, 120), icon=icon, query_params=selected)
+
+
 def share_link() -> None:
     """Say that the address is the link to this view."""
     st.caption("The address in your browser is the link to exactly this view.")
@@ -131,7 +148,7 @@ def section(title: str | None = None, explanation: str | None = None) -> Iterato
     try:
         yield
     except AuditError as error:
-        st.warning(clip(str(error), 600), icon=":material/report:")
+        warn(error)
 
 
 def downloads(name: str, frame: Any) -> None:

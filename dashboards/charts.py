@@ -93,16 +93,12 @@ def forest(lines: Sequence[Line], colours: Palette, *, measure: str = "shift") -
         .encode(x=_same(x, "band_low:Q"), x2="band_high:Q")
     )
     zero = alt.Chart(alt.Data(values=[{"value": 0}])).mark_rule(color=colours.soft).encode(x=x)
-    ticks = (
-        alt.Chart(alt.Data(values=limits))
-        .mark_tick(size=26, color=colours.edge)
-        .encode(
-            x=x,
-            y=y,
-            strokeWidth=alt.condition("datum.kind == 'limit'", alt.value(3), alt.value(1)),
-            tooltip=[alt.Tooltip("text:N", title="policy allows")],
-        )
-    )
+    ticks = [
+        alt.Chart(alt.Data(values=[limit for limit in limits if limit["kind"] == kind]))
+        .mark_tick(thickness=thickness, size=26, color=colours.edge)
+        .encode(x=x, y=y, tooltip=[alt.Tooltip("text:N", title="policy allows")])
+        for kind, thickness in (("excess", 1.2), ("limit", 3))
+    ]
     replicates = (
         alt.Chart(alt.Data(values=dots))
         .mark_point(size=34, filled=False, color=colours.dot, strokeWidth=1.3)
@@ -140,7 +136,7 @@ def forest(lines: Sequence[Line], colours: Palette, *, measure: str = "shift") -
         align="right", baseline="middle", fontSize=12, fontWeight=600, color=colours.ink
     ).encode(x=alt.value("width"), text="shown:N")
     return _finish(
-        alt.layer(band, zero, ticks, replicates, bars, marks, numbers), max(2, len(lines)) * ROW, colours
+        alt.layer(band, zero, *ticks, replicates, bars, marks, numbers), max(2, len(lines)) * ROW, colours
     )
 
 
@@ -442,12 +438,9 @@ def trend(
 
 
 def _finish(chart: alt.LayerChart, height: int, colours: Palette) -> alt.LayerChart:
-    """Set size and letters, and offer the figure as PNG and SVG."""
-    actions = {"export": {"svg": True, "png": True}, "source": False, "compiled": False, "editor": False}
+    """Set size and letters."""
     return (
-        chart.properties(
-            width="container", height=height + AXIS, usermeta={"embedOptions": {"actions": actions}}
-        )
+        chart.properties(width="container", height=height + AXIS)
         .configure_view(stroke=None)
         .configure_axis(
             labelColor=colours.ink, titleColor=colours.soft, titleFontWeight="normal", labelFontSize=12.5

@@ -79,7 +79,7 @@ def _narrow(label: str, key: str, options: list[str]) -> None:
         [EVERY, *options],
         default=EVERY,
         format_func=lambda value: f"every {key}" if value == EVERY else blocks.clip(value, 60),
-        width=170,
+        width=158,
     )
 
 

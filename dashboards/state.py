@@ -95,16 +95,11 @@ def _selection() -> dict[str, str]:
     return chosen
 
 
-def remember(pages: Sequence[Any]) -> None:
-    """Keep the pages of this session, so that one page can lead to another."""
-    st.session_state["pages"] = {page.url_path or "overview": page for page in pages}
+def remember(pages: dict[str, Any]) -> None:
+    """Keep the pages of this session by their address, so that one page can lead to another."""
+    st.session_state["pages"] = pages
 
 
 def page(name: str) -> Any:
     """Return the page of that address."""
     return st.session_state["pages"][name]
-
-
-def link(name: str, label: str, icon: str | None = None, **selected: str) -> None:
-    """Draw a link to a page with this selection."""
-    st.page_link(page(name), label=label, icon=icon, query_params=selected)

@@ -62,7 +62,7 @@ def choose_comparison(manifests: Sequence[Mapping[str, Any]]) -> str:
     asked = state.get("comparison")
     if asked is not None and asked not in names:
         st.warning(
-            f"The link asks for {blocks.clip(asked, 40)}, which is not in this store (it may have been removed, "
+            f"The link asks for {blocks.plain(asked, 40)}, which is not in this store (it may have been removed, "
             "or belong to another store). The newest comparison is shown instead.",
             icon=":material/link_off:",
         )
@@ -282,7 +282,7 @@ def _distribution(name: str, comparison: Comparison, cells: Sequence[Cell], chos
         values = wanted["shift"].drop_nulls().to_numpy()
         missing = wanted["shift"].null_count()
         if not len(values):
-            st.info(f"{blocks.clip(region, 60)} has no position in any of these probes.")
+            st.info(f"{blocks.plain(region, 60)} has no position in any of these probes.")
             return
         cell = next((c for c in found if c.region == region), None)
         st.altair_chart(

@@ -12,7 +12,7 @@ import streamlit as st
 
 from audit.errors import AuditError
 from audit.records import Captured, Map, Probe, RunSpec
-from audit.report.wording import clip, number
+from audit.report.wording import number
 from dashboards import blocks, content, data, state
 from dashboards.content import Content
 from dashboards.views import compare
@@ -102,7 +102,7 @@ def _draw(specs: Sequence[RunSpec], checkpoints: Sequence[Any]) -> None:
     try:
         answers = [_answer(one, spec, probe) for one, spec in zip(checkpoints, specs, strict=True)]
     except AuditError as error:
-        st.warning(clip(str(error), 500), icon=":material/report:")
+        blocks.warn(error)
         return
     took = perf_counter() - begun
     _predictions(answers, took)

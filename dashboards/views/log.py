@@ -7,8 +7,8 @@ from typing import Any
 
 import streamlit as st
 
-from audit.report.wording import clip, count
-from dashboards import blocks, data, state
+from audit.report.wording import count
+from dashboards import blocks, data
 
 
 def page() -> None:
@@ -29,7 +29,7 @@ def _approvals() -> None:
     ):
         listing = data.approvals()
         for problem in listing.problems:
-            st.warning(clip(problem, 500), icon=":material/report:")
+            blocks.warn(problem)
         if not listing.manifests:
             blocks.note(
                 "Nothing has been approved. The dashboard only reads; an approval is given on the command line, "
@@ -91,7 +91,7 @@ def _verdicts(entries: Sequence[Mapping[str, Any]]) -> None:
         blocks.downloads("verdicts", frame)
         for one in [row for row in found if row["outcome"] == "FAIL"][:5]:
             label = f"Open the failed comparison {one['comparison']} of {blocks.when(one['time'])}"
-            state.link("compare", label, ":material/compare_arrows:", comparison=str(one["comparison"]))
+            blocks.link("compare", label, ":material/compare_arrows:", comparison=str(one["comparison"]))
 
 
 def _chain(entries: Sequence[Mapping[str, Any]]) -> None:
@@ -101,7 +101,7 @@ def _chain(entries: Sequence[Mapping[str, Any]]) -> None:
         problems = data.store().verify_log()
         if problems:
             for problem in problems[:10]:
-                st.error(clip(problem, 500), icon=":material/gpp_bad:")
+                st.error(blocks.plain(problem), icon=":material/gpp_bad:")
         elif entries:
             st.success(
                 f"The chain of {count(len(entries), 'entry').replace('entrys', 'entries')} is whole.",

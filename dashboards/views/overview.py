@@ -87,7 +87,7 @@ def page() -> None:
 
 def _problems(problems: Sequence[str]) -> None:
     for problem in problems[:5]:
-        st.warning(blocks.clip(problem, 500), icon=":material/report:")
+        blocks.warn(problem)
     if len(problems) > 5:
         st.warning(f"{len(problems) - 5} more cannot be read; `audit verify` lists them.")
 
@@ -95,7 +95,7 @@ def _problems(problems: Sequence[str]) -> None:
 def _empty() -> None:
     n_runs = len(data.runs().manifests)
     st.info(
-        f"This store ({data.store().root.name}) holds "
+        f"This store ({blocks.plain(data.store().root.name, 60)}) holds "
         + (f"{count(n_runs, 'run')}, but no comparison yet. " if n_runs else "nothing yet. ")
         + "Run `audit run audit.toml` to compare two checkpoints, or `audit demo` for an example; "
         "the verdict then stands here.",
@@ -161,7 +161,7 @@ def _card(model: Model) -> None:
             )
         with right:
             _figure(name, model)
-            state.link("compare", "Open", ":material/arrow_forward:", comparison=name)
+            blocks.link("compare", "Open", ":material/arrow_forward:", comparison=name)
 
 
 def _sentence(manifest: Mapping[str, Any]) -> str:

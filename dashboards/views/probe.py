@@ -76,7 +76,9 @@ def _choose_probe(name: str, frame: pl.DataFrame, answers: pl.DataFrame) -> Mapp
     if asked is not None and asked not in ids:
         known = asked in set(answers["probe_id"].to_list())
         why = "is left out by the filters" if known else "is not in this comparison"
-        st.warning(f"Probe {clip(asked, 40)} {why}; another one is shown.", icon=":material/link_off:")
+        st.warning(
+            f"Probe {blocks.plain(asked, 40)} {why}; another one is shown.", icon=":material/link_off:"
+        )
         state.put(probe=None)
     current = ids.index(asked) if asked in ids else 0
     with st.container(horizontal=True, vertical_alignment="bottom"):

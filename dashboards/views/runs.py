@@ -7,7 +7,7 @@ from typing import Any
 
 import streamlit as st
 
-from audit.report.wording import clip, count
+from audit.report.wording import count
 from dashboards import blocks, data, state
 
 KEYS = ("run",)
@@ -18,7 +18,7 @@ def page() -> None:
     st.title("Runs & provenance", anchor=False)
     listing = data.runs()
     for problem in listing.problems[:5]:
-        st.warning(clip(problem, 500), icon=":material/report:")
+        blocks.warn(problem)
     manifests = list(reversed(listing.manifests))
     if not manifests:
         st.info(
@@ -78,7 +78,7 @@ def _choose(manifests: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     asked = state.get("run")
     if asked is not None and asked not in by_name:
         st.warning(
-            f"The link asks for {clip(asked, 40)}, which is not in this store (it may have been removed). "
+            f"The link asks for {blocks.plain(asked, 40)}, which is not in this store (it may have been removed). "
             "The newest run is shown instead.",
             icon=":material/link_off:",
         )
@@ -167,7 +167,7 @@ def _verify(manifest: Mapping[str, Any]) -> None:
                 problems = data.store().verify(name)
             if problems:
                 for problem in problems[:10]:
-                    st.error(clip(problem, 500), icon=":material/gpp_bad:")
+                    st.error(blocks.plain(problem), icon=":material/gpp_bad:")
             else:
                 st.success("Every file is as it was written.", icon=":material/verified:")
 
@@ -187,7 +187,7 @@ def _used_in(name: str) -> None:
             label = (
                 f"{one['outcome'] or 'COMPARED'} · {blocks.pair_name(before, after)} · {one['comparison_id']}"
             )
-            state.link("compare", label, ":material/compare_arrows:", comparison=str(one["comparison_id"]))
+            blocks.link("compare", label, ":material/compare_arrows:", comparison=str(one["comparison_id"]))
         if len(found) > 8:
             blocks.note(f"and {len(found) - 8} more.")
 

@@ -9,7 +9,7 @@ import streamlit as st
 
 from audit.records import RuleVerdict
 from audit.report import rows
-from audit.report.wording import clip, count
+from audit.report.wording import count
 from dashboards import blocks, charts, data, state, theme
 from dashboards.views.overview import models
 
@@ -34,7 +34,7 @@ def page() -> None:
     history = model.history[-LONGEST:]
     if len(history) < 2:
         st.info(
-            f"{clip(model.name, 80)} has been audited once. A trend begins with the second audit; `audit serve` runs "
+            f"{blocks.plain(model.name, 80)} has been audited once. A trend begins with the second audit; `audit serve` runs "
             "audits on a schedule.",
             icon=":material/timeline:",
         )

@@ -1,0 +1,307 @@
+"""The dashboard's logic without a browser: filters, links, and stores that are not as they should be."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+import streamlit as st
+from streamlit.testing.v1 import AppTest
+
+from audit.records import Cell, Outcome, Rule, RuleVerdict
+from audit.store import Store
+from dashboards import charts, probe_view
+from dashboards.content import CONFIGS_VARIABLE
+from dashboards.data import STORE_VARIABLE
+from dashboards.theme import LIGHT
+from dashboards.views import log, overview
+from tests.dashboard_store import Audited, build
+
+APP = Path(__file__).parents[2] / "dashboards" / "app.py"
+Look = Callable[..., AppTest]
+
+
+@pytest.fixture(scope="module")
+def audited(tmp_path_factory: pytest.TempPathFactory) -> Audited:
+    """Return a store with a text and a vision audit."""
+    return build(tmp_path_factory.mktemp("dashboard"))
+
+
+@pytest.fixture
+def copy(audited: Audited, tmp_path: Path) -> Path:
+    """Return a copy of that store that a test may damage."""
+    return Path(shutil.copytree(audited.store, tmp_path / "store"))
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    st.cache_resource.clear()
+    yield
+    for name in (STORE_VARIABLE, CONFIGS_VARIABLE):
+        os.environ.pop(name, None)
+
+
+def _draw(page: str) -> None:
+    from importlib import import_module
+
+    from dashboards import navigation, state
+
+    state.read_address()
+    navigation.choose_page()
+    import_module(f"dashboards.views.{page}").page()
+
+
+def open_page(page: str, store: Path, *, config: Path | None = None, **address: str) -> AppTest:
+    os.environ[STORE_VARIABLE] = str(store)
+    os.environ[CONFIGS_VARIABLE] = str(config) if config else ""
+    app = AppTest.from_function(_draw, kwargs={"page": page}, default_timeout=60)
+    for key, value in address.items():
+        app.query_params[key] = value
+    return app.run()
+
+
+def said(app: AppTest) -> str:
+    """Return everything that is written on the page, HTML included."""
+    parts = [*app.warning, *app.info, *app.error, *app.success, *app.caption, *app.markdown]
+    bodies = [one.value for one in parts] + [one.proto.body for one in app.get("html")]
+    assert not app.exception, app.exception
+    return "\n".join(bodies)
+
+
+def test_overview_of_an_empty_store_says_what_to_do(tmp_path: Path) -> None:
+    os.environ[STORE_VARIABLE] = str(tmp_path / "nothing")
+    app = AppTest.from_file(str(APP), default_timeout=60).run()
+    assert "audit run audit.toml" in said(app)
+
+
+@pytest.mark.parametrize("page", ["compare", "probe", "live", "trends", "runs", "log", "about"])
+def test_every_page_of_an_empty_store_is_calm(page: str, tmp_path: Path) -> None:
+    app = open_page(page, tmp_path / "nothing")
+    assert app.title[0].value
+    said(app)
+
+
+def test_a_filter_narrows_the_plots_and_stands_in_the_address(audited: Audited) -> None:
+    app = open_page("compare", audited.store, comparison=audited.text_comparison)
+    assert "of 48 probes.</b>" not in said(app)
+    answers = Store(audited.store).comparison(audited.text_comparison).predictions
+    app.segmented_control[0].set_value("flipped").run()
+    assert f"<b>{answers['changed']} of 48 probes.</b>" in said(app)
+    assert app.query_params["changed"] == "flipped"
+
+
+def test_a_link_with_filters_opens_them(audited: Audited) -> None:
+    address = {"comparison": audited.text_comparison, "segment": "source=mail", "label": "negative"}
+    app = open_page("compare", audited.store, **address)
+    chosen = {one.label: one.value for one in app.selectbox}
+    assert (chosen["Segment"], chosen["Label"]) == ("source=mail", "negative")
+    rows = [json.loads(line) for line in (audited.store.parent / "text.jsonl").read_text().splitlines()]
+    wanted = sum(r["segments"]["source"] == "mail" and r["label"] == "negative" for r in rows)
+    assert f"<b>{wanted} of 48 probes.</b>" in said(app)
+
+
+def test_a_link_to_a_removed_comparison_shows_the_newest_and_says_so(audited: Audited) -> None:
+    app = open_page("compare", audited.store, comparison="cmp-000000000000")
+    assert "cmp-000000000000, which is not in this store" in said(app)
+    newest = Store(audited.store).comparisons()[-1]["comparison_id"]
+    assert app.query_params["comparison"] == newest
+
+
+@pytest.mark.parametrize(
+    "value", ["../../etc", "<script>", "cmp-", "![x](http://example.org/x.png)", "x" * 5000]
+)
+def test_nonsense_in_the_address_is_no_error(audited: Audited, value: str) -> None:
+    for page in ("compare", "probe", "runs"):
+        keys = ("comparison", "run", "probe", "layer", "effect", "changed", "segment", "region", "unit")
+        shown = said(open_page(page, audited.store, **dict.fromkeys(keys, value)))
+        assert "<script>" not in shown
+        assert "![" not in shown
+
+
+def test_a_damaged_table_of_probes_leaves_the_verdict_standing(audited: Audited, copy: Path) -> None:
+    part = copy / "comparisons" / audited.text_comparison / "probes.parquet"
+    part.write_bytes(b"PAR1 not any more")
+    app = open_page("compare", copy, comparison=audited.text_comparison)
+    assert "conditions failed" in said(app)
+    assert "probes.parquet is damaged" in said(app)
+
+
+def test_a_damaged_map_is_named_on_the_probe_page(audited: Audited, copy: Path) -> None:
+    after = Store(copy).comparison(audited.text_comparison).after
+    assert after is not None
+    (copy / "runs" / after.run_id / "maps" / "part-00000.parquet").write_bytes(b"gone")
+    app = open_page("probe", copy, comparison=audited.text_comparison)
+    assert "part-00000.parquet is damaged" in said(app)
+
+
+def test_a_manifest_of_a_newer_version_hides_no_other(audited: Audited, copy: Path) -> None:
+    manifest = copy / "comparisons" / audited.text_comparison / "manifest.json"
+    content = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**content, "schema_version": 99}))
+    os.environ[STORE_VARIABLE] = str(copy)
+    app = AppTest.from_file(str(APP), default_timeout=60).run()
+    assert "schema version 99" in said(app)
+    assert "base → after" in said(app)
+
+
+def test_deleted_runs_still_show_the_verdict(audited: Audited, copy: Path) -> None:
+    shutil.rmtree(copy / "runs")
+    assert "no longer in the store" in said(open_page("compare", copy, comparison=audited.text_comparison))
+    assert "no longer in the store" in said(open_page("probe", copy, comparison=audited.text_comparison))
+    assert "no longer in the store" in said(open_page("live", copy, comparison=audited.text_comparison))
+
+
+def test_an_unfinished_run_is_not_listed(audited: Audited, copy: Path) -> None:
+    name = Store(copy).run_ids()[0]
+    (copy / "runs" / name / "manifest.json").unlink()
+    app = open_page("runs", copy, run=name)
+    assert f"{name}, which is not in this store" in said(app)
+
+
+def test_probe_shows_words_only_from_the_file_that_was_captured(audited: Audited) -> None:
+    address = {"comparison": audited.text_comparison, "probe": "t-001"}
+    shown = said(open_page("probe", audited.store, config=audited.text, **address))
+    assert ">Nils</i>" in shown
+    bare = said(open_page("probe", audited.store, **address))
+    assert "Nils" not in bare
+    assert "audit dashboard --config" in bare
+    other = said(open_page("probe", audited.store, config=audited.vision, **address))
+    assert "None of the 1 given probe files is the one that was captured" in other
+
+
+def test_probe_with_a_changed_file_shows_positions_and_the_reason(audited: Audited) -> None:
+    text = (audited.store.parent / "text.jsonl").read_text().replace("Nils", "Nora")
+    (audited.store.parent / "changed.jsonl").write_text(text)
+    config = audited.store.parent / "changed.toml"
+    config.write_text(audited.text.read_text().replace("text.jsonl", "changed.jsonl"))
+    address = {"comparison": audited.text_comparison, "probe": "t-001"}
+    app = open_page("probe", audited.store, config=config, **address)
+    assert "inputs digest" in said(app)
+    assert "Nora" not in said(app)
+
+
+def test_hostile_text_is_escaped_and_made_visible(audited: Audited) -> None:
+    address = {"comparison": audited.text_comparison, "probe": "t-000", "unit": "tokens"}
+    shown = said(open_page("probe", audited.store, config=audited.text, **address))
+    assert "<script" not in shown
+    assert "&lt;" in shown
+    assert "\u202e" not in shown
+
+
+def test_next_and_layer_move_through_probes_and_layers(audited: Audited) -> None:
+    app = open_page("probe", audited.store, config=audited.text, comparison=audited.text_comparison)
+    first = app.query_params.get("probe")
+    app.button(key="step Next").click().run()
+    second = app.query_params["probe"]
+    assert second != first
+    whole = said(app)
+    app.select_slider[0].set_value("0").run()
+    assert app.query_params["layer"] == "0"
+    assert said(app) != whole
+    assert app.query_params["probe"] == second
+
+
+def test_verify_names_a_changed_file(audited: Audited, copy: Path) -> None:
+    name = Store(copy).run_ids()[0]
+    app = open_page("runs", copy, run=name)
+    app.button[0].click().run()
+    assert "as it was written" in said(app)
+    path = copy / "runs" / name / "reliance.parquet"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    app = open_page("runs", copy, run=name)
+    app.button[0].click().run()
+    assert "reliance.parquet" in "".join(one.value for one in app.error)
+
+
+def test_verdicts_of_the_log_name_a_changed_policy_and_repeated_attempts() -> None:
+    def entry(index: int, policy: str, attempt: int) -> dict[str, object]:
+        payload = {"comparison_id": f"cmp-{index}", "outcome": "FAIL", "policy": policy, "subject": "s"}
+        return {
+            "kind": "verdict",
+            "time": "2026-01-01T00:00:00+00:00",
+            "payload": {**payload, "attempt": attempt},
+        }
+
+    found = log.verdicts([entry(0, "a", 1), {"kind": "run", "time": "", "payload": {}}, entry(1, "b", 2)])
+    assert [one["comparison"] for one in found] == ["cmp-1", "cmp-0"]
+    assert found[0]["remark"] == "attempt 2 on this pair; another policy than the time before"
+    assert found[1]["remark"] == ""
+
+
+def test_models_put_the_worst_newest_verdict_first() -> None:
+    def manifest(after: str, outcome: str, day: int) -> dict[str, object]:
+        return {
+            "comparison_id": f"cmp-{after}{day}", "before": {"checkpoint": "base"}, "after": {"checkpoint": after},
+            "method": "rollout", "kind": "paired", "outcome": outcome, "n_probes": 1, "replicates": [],
+            "provenance": {"time": f"2026-01-{day:02d}T00:00:00+00:00"},
+        }  # fmt: skip
+
+    stored = [manifest("a", "FAIL", 1), manifest("a", "PASS", 2), manifest("b", "INCONCLUSIVE", 1)]
+    found = overview.models(stored)
+    assert [(one.name, one.outcome, len(one.history)) for one in found] == [
+        ("base → b", "INCONCLUSIVE", 1),
+        ("base → a", "PASS", 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        (Rule("r", "limit", fail=0.02), (-0.02, 0.02)),
+        (Rule("r", "limit", fail=0.02, direction="increase"), (-np.inf, 0.02)),
+        (Rule("r", "limit", fail=0.02, direction="decrease"), (-0.02, np.inf)),
+        (Rule("r", "excess", within=0.02), (-0.01, 0.03)),
+        (Rule("r", "excess", within="3 sd"), None),
+    ],
+)
+def test_zone_is_what_the_rule_allows(rule: Rule, expected: tuple[float, float] | None) -> None:
+    zone = charts.zone(RuleVerdict(rule, "r", Outcome.PASS, ""), 0.01)
+    assert zone == (None if expected is None else pytest.approx(expected))
+
+
+def test_heat_map_has_a_symmetric_domain_for_one_signed_shifts() -> None:
+    cells = [Cell("shift", "corner", layer=i, value=0.01 * i, n_probes=3) for i in range(3)]
+    chart = charts.heat_map(cells, ["corner"], LIGHT).to_dict()
+    scale = chart["layer"][0]["encoding"]["color"]["scale"]
+    assert scale["domain"] == [-0.02, 0, 0.02]
+    assert scale["range"] == [LIGHT.down, LIGHT.middle, LIGHT.up]
+
+
+def test_histogram_counts_every_probe_once() -> None:
+    values = np.random.default_rng(0).normal(size=500)
+    chart = charts.histogram(values, 0.0, LIGHT, title="t").to_dict()
+    bars = chart["layer"][0]["data"]["values"]
+    assert sum(bar["count"] for bar in bars) == 500
+    assert min(bar["low"] for bar in bars) == -max(abs(values))
+
+
+def test_smooth_overlay_is_opaque_where_the_map_is_large() -> None:
+    import base64
+    import io
+
+    from PIL import Image
+
+    shares = np.array([0.0, 0.0, 0.0, 1.0])
+    drawn = probe_view.panels_html(
+        [probe_view.Panel("After", shares, 1.0)], (2, 2), None, smooth=True, others=(shares, shares)
+    )
+    data = base64.b64decode(drawn.split("base64,")[1].split('"')[0])
+    alpha = np.asarray(Image.open(io.BytesIO(data)))[..., 3]
+    assert alpha[-1, -1] > 150
+    assert alpha[0, 0] < 10
+
+
+def test_downloads_hold_every_cell(audited: Audited) -> None:
+    from dashboards.views.compare import cell_frame
+
+    cells = Store(audited.store).comparison(audited.text_comparison).cells
+    frame = cell_frame(cells)
+    assert isinstance(frame, pl.DataFrame)
+    assert len(frame) == len(cells)
+    assert frame["value"].to_list() == [cell.value for cell in cells]
