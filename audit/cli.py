@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from audit._commands import register
 from audit._output import Outputs, emit
 from audit._terminal import note, progress_bars, say, show_remarks
 from audit.errors import AuditError, ConfigError, ExitCode, StoreError
@@ -188,10 +189,12 @@ def report(
 ) -> None:
     """Print a stored comparison again, or write it as HTML, Markdown or JUnit XML."""
     from audit.config import load_config
+    from audit.pipeline import read_verdict, signers_of
 
     settings = load_config(config) if config is not None else None
     where = _store(store or (settings.store.url if settings else None))
-    emit(where, comparison, where.verdict(comparison), settings, Outputs(html, markdown, junit, as_json))
+    verdict = read_verdict(where, comparison, signers=signers_of(settings))
+    emit(where, comparison, verdict, settings, Outputs(html, markdown, junit, as_json))
 
 
 @app.command(name="list")
@@ -281,6 +284,9 @@ def demo(
     with progress_bars() as progress:
         summary = run_demo(root, progress=progress)
     say(json.dumps(summary.as_dict()) if as_json else summary.as_text())
+
+
+register(app)
 
 
 def _store(url: str | None) -> Store:

@@ -4,6 +4,7 @@ Only these modules know models, probes, capture and store at once. Each step tak
 paths and records, so that a loop (:func:`capture_run`), a Prefect flow and a dashboard can all drive it.
 """
 
+from audit.pipeline.approve import approvals_of, approve, read_verdict, signers_of
 from audit.pipeline.capture import capture_all, capture_run, capture_shard, check_run, publish_run
 from audit.pipeline.compare import compare_runs, compare_subset
 from audit.pipeline.confirm import confirm_regions
@@ -19,6 +20,8 @@ from audit.pipeline.publish import publish, report_context, write_html
 __all__ = [
     "Progress",
     "RunPlan",
+    "approvals_of",
+    "approve",
     "capture_all",
     "capture_one",
     "capture_run",
@@ -42,8 +45,10 @@ __all__ = [
     "publish",
     "publish_run",
     "read_floor",
+    "read_verdict",
     "report_context",
     "run_audit",
+    "signers_of",
     "write_html",
     "write_initial_config",
 ]

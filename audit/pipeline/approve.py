@@ -7,7 +7,7 @@ expired, stale, unsigned where signatures are demanded, or missing from the log 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
 from pathlib import Path
@@ -421,19 +421,18 @@ def demand_signatures(config: AuditConfig, comparison: Comparison) -> Comparison
     return replace(comparison, settings={**comparison.settings, "approvals": SIGNED})
 
 
-def approvals_of(store: Store, approvals: Sequence[Approval] | None = None) -> list[dict[str, Any]]:
-    """Return the approvals of a store as plain values, newest first, for lists."""
-    found = list(read_approvals(store)) if approvals is None else list(approvals)
+def approvals_of(approvals: Iterable[Approval]) -> list[dict[str, Any]]:
+    """Return approvals as plain values, for lists."""
     return [
         {
             "approval_id": one.id,
             "kind": one.kind,
             "comparison_id": one.comparison_id,
-            "rules": sorted({f"{s['rule']} × {s['region']}" for s in one.scope}),
+            "rules": sorted({f"{s['rule']} on {s['region']}" for s in one.scope}),
             "by": one.by,
             "expires": None if one.expires is None else one.expires.isoformat(),
             "signed": one.signature is not None,
             "reason": one.reason,
         }
-        for one in reversed(found)
+        for one in approvals
     ]

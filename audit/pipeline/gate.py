@@ -9,6 +9,7 @@ from pathlib import Path
 from audit.config import AuditConfig
 from audit.errors import NothingEvaluatedError
 from audit.gate import evaluate_gate
+from audit.pipeline.approve import apply_approvals, demand_signatures, signers_of
 from audit.pipeline.capture import capture_all
 from audit.pipeline.compare import Statistics, compare_runs, outline
 from audit.pipeline.confirm import confirm_regions
@@ -16,6 +17,7 @@ from audit.pipeline.floor import freeze_floor
 from audit.pipeline.plan import Progress, plan_audit
 from audit.pipeline.publish import publish
 from audit.pipeline.resolve import audit_runs, check_sources, replicate_runs, resolve
+from audit.pipeline.signatures import Signers
 from audit.records import Comparison, Confirmation, Outcome, Policy, Verdict
 from audit.store import Store, comparison_id
 
@@ -98,20 +100,23 @@ def gate_runs(
     """
     store = Store(config.store.url)
     policy = with_allowed(config.policy(), allow)
+    signers = signers_of(config)
     runs, statistics = audit_runs(config, store), _statistics(config)
-    stored = _stored(store, outline(**vars(runs), statistics=statistics), policy, confirm=confirm)
+    planned = demand_signatures(config, outline(**vars(runs), statistics=statistics))
+    stored = _stored(store, planned, policy, confirm=confirm)
     if stored is not None:
-        return stored
+        return apply_approvals(store, planned, stored, signers=signers)
     if progress is not None:
         progress("compare", 0, 1)
-    comparison = compare_runs(**vars(runs), statistics=statistics)
+    comparison = demand_signatures(config, compare_runs(**vars(runs), statistics=statistics))
     verdict = evaluate_gate(comparison, policy)
     if confirm and verdict.outcome is Outcome.FAIL:
         comparison = with_confirmations(comparison, confirm_regions(config, verdict, progress=progress))
         verdict = evaluate_gate(comparison, policy)
     if progress is not None:
         progress("compare", 1, 1)
-    return replace(verdict, comparison_id=publish(store, comparison, verdict))
+    verdict = replace(verdict, comparison_id=publish(store, comparison, verdict))
+    return apply_approvals(store, comparison, verdict, signers=signers)
 
 
 def _stored(store: Store, comparison: Comparison, policy: Policy, *, confirm: bool) -> Verdict | None:
@@ -133,8 +138,10 @@ def with_confirmations(comparison: Comparison, found: tuple[Confirmation, ...]) 
     return replace(comparison, confirmations=found, settings=settings)
 
 
-def gate_comparison(store: Store, comparison_id: str, *, allow: tuple[str, ...] = ()) -> Verdict:
-    """Return the verdict of a stored comparison under the policy it was stored with.
+def gate_comparison(
+    store: Store, comparison_id: str, *, allow: tuple[str, ...] = (), signers: Signers | None = None
+) -> Verdict:
+    """Return the verdict of a stored comparison under the policy it was stored with, approvals applied.
 
     Raises
     ------
@@ -148,8 +155,13 @@ def gate_comparison(store: Store, comparison_id: str, *, allow: tuple[str, ...] 
         raise NothingEvaluatedError(
             f"{comparison_id} was stored without rules; judge it with `audit gate CONFIG` and [[gate.rules]]"
         )
-    judged = evaluate_gate(comparison, with_allowed(verdict.policy, allow))
-    return replace(judged, comparison_id=comparison_id)
+    policy = with_allowed(verdict.policy, allow)
+    judged = evaluate_gate(comparison, policy)
+    if policy != verdict.policy:  # what was allowed is recorded, under an id of its own
+        judged = replace(judged, comparison_id=publish(store, comparison, judged))
+    else:
+        judged = replace(judged, comparison_id=comparison_id)
+    return apply_approvals(store, comparison, judged, signers=signers)
 
 
 def compare_config(config: AuditConfig, store: Store, *, progress: Progress | None = None) -> Comparison:

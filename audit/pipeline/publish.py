@@ -10,6 +10,7 @@ import numpy as np
 from audit.config import AuditConfig
 from audit.pipeline.compare import in_common, map_distances
 from audit.pipeline.examples import example_maps
+from audit.pipeline.history import attempt_of, loosened_since
 from audit.pipeline.runs import read_run
 from audit.records import Comparison, Verdict
 from audit.report import ReportContext, to_html
@@ -52,24 +53,10 @@ def report_context(store: Store, comparison: Comparison, verdict: Verdict | None
         annotations_digest=None if known is None else known.annotations_digest,
         versions={} if known is None else dict(known.versions),
         log_head=store.log_head(),
-        attempt=_attempt(store, comparison, verdict),
+        attempt=None if verdict is None else attempt_of(store, comparison.id),
+        loosened_since=None if verdict is None else loosened_since(store, comparison, verdict.policy),
+        notes=() if verdict is None else verdict.notes,
     )
-
-
-def _attempt(store: Store, comparison: Comparison, verdict: Verdict | None) -> int | None:
-    """Return which judgement of this pair the verdict is: 3 = two other verdicts came before it."""
-    if verdict is None or comparison.before is None or comparison.after is None:
-        return None
-    pair = (comparison.before.digest, comparison.after.digest)
-    judged = [
-        stored["comparison_id"]
-        for stored in store.comparisons()
-        if stored["outcome"] is not None
-        and stored["before"] is not None
-        and stored["after"] is not None
-        and (stored["before"]["digest"], stored["after"]["digest"]) == pair
-    ]
-    return judged.index(comparison.id) + 1 if comparison.id in judged else None
 
 
 def probe_table(store: Store, comparison: Comparison) -> dict[str, list[Any]]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from audit.config import AuditConfig, CheckpointSection, ReplicateSection
 from audit.errors import CheckpointError, ConfigError, NothingEvaluatedError, ProbeError, StoreError
 from audit.models import checkpoint_info
+from audit.pipeline.approve import signers_of
+from audit.pipeline.baseline import approved_baseline
 from audit.pipeline.floor import Floor, read_floor
 from audit.pipeline.plan import (
     LOG,
@@ -77,14 +79,13 @@ def check_sources(config: AuditConfig, store: Store) -> None:
         if section.run is not None:
             store.manifest(section.run)
         elif section.path is None:
-            raise _no_approval()
+            _approved(config, store)
 
 
-def _no_approval() -> NothingEvaluatedError:
-    return NothingEvaluatedError(
-        "no baseline is approved in this store yet; approve a release first, or give "
-        '[checkpoints.before] path = "…"'
-    )
+def _approved(config: AuditConfig, store: Store) -> str:
+    """Return the run that ``approved = true`` stands for."""
+    inputs = load_probes(probe_source(config)).inputs_digest
+    return approved_baseline(store, inputs=inputs, signers=signers_of(config))
 
 
 def _floors(config: AuditConfig) -> list[Floor]:
@@ -109,11 +110,10 @@ def resolve(config: AuditConfig, store: Store, role: str, *, domain: bool = Fals
         When it has not been captured.
     """
     section = dict(sources(config))[role]
-    if section.run is not None and not domain:
-        return find_run(store, section.run, kind=_kind(section))
-    if section.run is None and section.path is None:
-        raise _no_approval()
-    wanted = _wanted(config, store, role, section.run, domain=domain)
+    run = _approved(config, store) if section.run is None and section.path is None else section.run
+    if run is not None and not domain:
+        return find_run(store, run, kind=_kind(section))
+    wanted = _wanted(config, store, role, run, domain=domain)
     found = [run_id for run_id in _candidates(store, wanted) if _fits(store.spec(run_id), wanted, config)]
     if not found:
         raise NothingEvaluatedError(
