@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-import os
 from collections.abc import Sequence
+from contextlib import chdir
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import cast
 from zoneinfo import available_timezones
 
@@ -42,8 +43,9 @@ def serve_audits(configs: Sequence[Path]) -> None:
         When a file has no schedule or an invalid one, or Prefect's server cannot be had.
     """
     deployments = [deployment(path) for path in dict.fromkeys(path.resolve() for path in configs)]
-    os.environ["PYTHONSAFEPATH"] = "1"  # a run must not import a user's own folder named flows or audit
-    with prefect_api(scheduler=True):
+    # Prefect puts the working directory first on a run's import path: a user's own folder named flows
+    # or audit must not be found there.
+    with prefect_api(scheduler=True), TemporaryDirectory() as empty, chdir(empty):
         serve(*deployments)
 
 
