@@ -83,13 +83,13 @@ def occlude(
     settings = settings or CaptureSettings()
     wanted = targets_by_probe(targets, probes)
     encoded = _encode(checkpoint, probes, settings)
-    name, replacement = _replacement(checkpoint, encoded)
+    name, replacement = replacement_token(checkpoint, encoded)
     intact = _logits(checkpoint, encoded, settings)
-    changed = [_occluded(i, w, replacement) for i, w in zip(encoded, region_weights, strict=True)]
-    occluded = _logits(checkpoint, changed, settings)
+    changed = [occluded(i, w, replacement) for i, w in zip(encoded, region_weights, strict=True)]
+    without = _logits(checkpoint, changed, settings)
     names = class_names(checkpoint, intact.shape[1])
     found = []
-    for item, weights, before, after in zip(encoded, region_weights, intact, occluded, strict=True):
+    for item, weights, before, after in zip(encoded, region_weights, intact, without, strict=True):
         target = class_index(wanted[item.probe.id], names, item.probe)
         reason = "no target class" if target is None else _empty(item, weights)
         found.append(
@@ -116,7 +116,8 @@ def _encode(checkpoint: Checkpoint, probes: Sequence[Probe], settings: CaptureSe
     return [encode_image(checkpoint, probe) for probe in probes]
 
 
-def _replacement(checkpoint: Checkpoint, encoded: Sequence[Encoded]) -> tuple[str, int | None]:
+def replacement_token(checkpoint: Checkpoint, encoded: Sequence[Encoded]) -> tuple[str, int | None]:
+    """Return the name and the id of what text is occluded with; None for images, which turn grey."""
     if encoded and "pixel_values" in encoded[0].tensors:
         return "mean colour", None
     tokenizer = text_tokenizer(checkpoint)
@@ -129,7 +130,8 @@ def _replacement(checkpoint: Checkpoint, encoded: Sequence[Encoded]) -> tuple[st
     )
 
 
-def _occluded(item: Encoded, weights: NDArray[np.floating[Any]], replacement: int | None) -> Encoded:
+def occluded(item: Encoded, weights: NDArray[np.floating[Any]], replacement: int | None) -> Encoded:
+    """Return `item` with its positions occluded by their weights (n,); special positions stay."""
     share = np.asarray(weights, np.float64)[: len(item)]
     if len(share) != len(item):
         raise ProbeError(
@@ -151,9 +153,7 @@ def _greyed(item: Encoded, share: NDArray[np.float64]) -> Tensor:
     """Mix patches with the image's mean colour, each by its share."""
     pixels = item.tensors["pixel_values"]
     rows, columns = item.positions.grid or (1, 1)
-    leading = (len(item) - rows * columns) if item.positions.grid else 0
-    first = next((i for i in range(len(item)) if not item.positions.special[i]), leading)
-    start = min(first, leading)
+    start = first_patch(item)
     patches = torch.from_numpy(share[start : start + rows * columns]).reshape(rows, columns)
     height, width = pixels.shape[-2] // rows, pixels.shape[-1] // columns
     mix = torch.zeros(pixels.shape[-2:], dtype=torch.float64)
@@ -161,6 +161,14 @@ def _greyed(item: Encoded, share: NDArray[np.float64]) -> Tensor:
     mix[: whole.shape[0], : whole.shape[1]] = whole
     mean = pixels.mean(dim=(-2, -1), keepdim=True)
     return (pixels * (1 - mix) + mean * mix).to(pixels.dtype)
+
+
+def first_patch(item: Encoded) -> int:
+    """Return the position of the first patch of an image."""
+    rows, columns = item.positions.grid or (1, 1)
+    leading = (len(item) - rows * columns) if item.positions.grid else 0
+    first = next((i for i in range(len(item)) if not item.positions.special[i]), leading)
+    return min(first, leading)
 
 
 def _logits(checkpoint: Checkpoint, encoded: Sequence[Encoded], settings: CaptureSettings) -> Tensor:

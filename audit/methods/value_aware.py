@@ -244,6 +244,34 @@ def value_zeroing_contributions(output: Array, zeroed: Array) -> Array:
     >>> value_zeroing_contributions(output, zeroed)
     tensor([[[1., 0.]]])
     """
+    return restore(normalize_rows(as_working("distances", value_zeroing_distances(output, zeroed))), zeroed)
+
+
+def value_zeroing_distances(output: Array, zeroed: Array) -> Array:
+    """Return 1 - cos(x̃_i without v_j, x̃_i) for a block of keys, not normalised.
+
+    Parameters
+    ----------
+    output, zeroed
+        As in :func:`value_zeroing_contributions`, which divides the rows over all keys by their sums.
+
+    Returns
+    -------
+    (batch, query, key)
+        In [0, 2]; what rounding alone would give is exactly 0.
+
+    Raises
+    ------
+    ValueError
+        When shapes contradict each other or outputs are NaN.
+
+    Examples
+    --------
+    >>> import torch
+    >>> output, zeroed = torch.tensor([[[1., 0.]]]), torch.tensor([[[[0., 1.], [1., 0.]]]])
+    >>> value_zeroing_distances(output, zeroed)
+    tensor([[[1., 0.]]])
+    """
     without, whole = _checked_vectors(zeroed), as_working("output", output)
     if whole.shape != without[:, :, 0].shape:
         raise ValueError(
@@ -254,7 +282,7 @@ def value_zeroing_contributions(output: Array, zeroed: Array) -> Array:
     cosine = torch.nn.functional.cosine_similarity(without, whole[:, :, None], dim=-1)
     distance = (1 - cosine).clamp_min(0)
     rounding = 8 * torch.finfo(distance.dtype).eps
-    return restore(normalize_rows(torch.where(distance > rounding, distance, 0.0)), zeroed)
+    return restore(torch.where(distance > rounding, distance, 0.0), zeroed)
 
 
 def identity_where_empty(contributions: Array, *, query_offset: int = 0) -> tuple[Array, Array]:

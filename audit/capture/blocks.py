@@ -1,0 +1,184 @@
+"""Find the residual block around each attention layer, by what its modules really compute.
+
+No table of families: one pass over one probe keeps what every module of a layer takes and gives. The
+output projection is the one that takes attention × values; the layer norm is the one that takes the
+residual plus what the projection gives. Where no module does, the block is not of a known form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from audit.capture.check import VALUE_TOLERANCE
+from audit.capture.interface import AttentionCall
+from audit.capture.layers import CapturePlan
+from audit.capture.passes import run_model, watched
+from audit.errors import CaptureError
+
+
+@dataclass(frozen=True)
+class Block:
+    """Modules of one layer: x + scale · projection(attention × values), read by a norm.
+
+    Attributes
+    ----------
+    layer : str
+        Path of the module whose input is the residual x.
+    projection : str
+        Path of the output projection.
+    norm : str
+        Path of the norm whose input is the sum. In a post-norm layer its output goes on as the
+        residual; in a pre-norm layer it only feeds the feed-forward block.
+    post : bool
+    second : str or None
+        Post-norm only: the norm after the feed-forward block.
+    scale : str or None
+        A learned factor for each dimension between projection and sum.
+    """
+
+    layer: str
+    projection: str
+    norm: str
+    post: bool
+    second: str | None = None
+    scale: str | None = None
+
+
+class _Trace(NamedTuple):
+    taken: Tensor
+    given: Tensor
+
+
+def find_blocks(
+    model: nn.Module, plan: CapturePlan, tensors: Mapping[str, Tensor], *, keep_logits: bool = False
+) -> dict[str, Block]:
+    """Return the block of each attention layer.
+
+    Parameters
+    ----------
+    model : the model that `plan` was made of
+    plan : CapturePlan
+    tensors : mapping
+        One probe.
+    keep_logits : bool
+
+    Returns
+    -------
+    dict of attention path to Block
+
+    Raises
+    ------
+    CaptureError
+        For a layer whose sum of residual and attention no norm takes: parallel blocks, norms between
+        attention and sum.
+    """
+    modules = dict(model.named_modules())
+    around = {layer.path: _enclosing(layer.path) for layer in plan.layers}
+    calls: dict[str, AttentionCall] = {}
+
+    def keep(call: AttentionCall) -> None:
+        calls.setdefault(call.path, call)
+
+    wanted = [p for p in modules if any(p == a or p.startswith(f"{a}.") for a in set(around.values()))]
+    with _traced({path: modules[path] for path in wanted}) as traces, watched(plan, keep, None):
+        run_model(model, tensors, attentions=plan.has_hooks, keep_logits=keep_logits)
+    return {path: _block(path, around[path], calls[path], modules, traces) for path in around}
+
+
+def _enclosing(path: str) -> str:
+    """Return the path of the nearest list item around an attention layer."""
+    parts = path.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        if parts[cut - 1].isdigit():
+            return ".".join(parts[:cut])
+    raise CaptureError(f"attention layer {path} lies in no list of layers; use the method rollout")
+
+
+@contextmanager
+def _traced(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, _Trace]]:
+    """Keep what each module takes and gives in its first call."""
+    traces: dict[str, _Trace] = {}
+    with ExitStack() as stack:
+        for path, module in modules.items():
+
+            def keep(_m: Any, args: Any, kwargs: Any, output: Any, path: str = path) -> None:
+                taken, given = first_input(args, kwargs), first_output(output)
+                if path not in traces and taken is not None and given is not None:
+                    traces[path] = _Trace(taken, given)
+
+            stack.callback(module.register_forward_hook(keep, with_kwargs=True).remove)
+        yield traces
+
+
+def first_input(args: Any, kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return the hidden states that a module was called with."""
+    found = args[0] if args else kwargs.get("hidden_states")
+    return found if isinstance(found, Tensor) else None
+
+
+def first_output(output: Any) -> Tensor | None:
+    """Return the hidden states that a module returned."""
+    found = output[0] if isinstance(output, tuple) and output else output
+    return found if isinstance(found, Tensor) else None
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors agree up to the rounding of their dtype."""
+    if a.shape != b.shape or not a.is_floating_point():
+        return False
+    tolerance = VALUE_TOLERANCE[a.dtype] * float(b.abs().amax().clamp_min(1e-6))
+    return bool(((a - b).abs() <= tolerance).all())
+
+
+def _block(
+    path: str, layer: str, call: AttentionCall, modules: Mapping[str, nn.Module], traces: Mapping[str, _Trace]
+) -> Block:
+    context = call.output.flatten(2)
+    inside = [p for p in traces if p.startswith(f"{layer}.")]
+    linear = [p for p in inside if _is_linear(modules[p])]
+    projection = next((p for p in linear if same(traces[p].taken, context)), None)
+    if projection is None or layer not in traces or call.value is None:
+        raise _unknown(path, modules[path], "its output projection or its values cannot be found")
+    residual, added = traces[layer].taken, traces[projection].given
+    scaled = [p for p in inside if hasattr(modules[p], "lambda1") and same(traces[p].taken, added)]
+    added = traces[scaled[0]].given if scaled else added
+    norms = [p for p in inside if "norm" in type(modules[p]).__name__.lower()]
+    norm = next((p for p in norms if same(traces[p].taken, residual + added)), None)
+    own = next((traces[p].taken for p in linear if p.startswith(f"{path}.")), None)
+    if norm is None or own is None:
+        raise _unknown(path, modules[path], "no norm takes the sum of residual and attention")
+    post = same(own, residual)
+    if not post and not any(same(own, traces[p].given) and same(traces[p].taken, residual) for p in norms):
+        raise _unknown(path, modules[path], "it takes neither the residual nor its norm")
+    after = [p for p in norms if p != norm and same(traces[p].given, traces[layer].given)]
+    second = after[0] if post and after else None
+    return Block(layer, projection, norm, post, second, scaled[0] if scaled else None)
+
+
+def _unknown(path: str, module: nn.Module, why: str) -> CaptureError:
+    return CaptureError(
+        f"attention layer {path} ({type(module).__name__}): {why}, so it cannot be split into what each "
+        "position adds; use rollout with a constant residual, or gradient_rollout"
+    )
+
+
+def _is_linear(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, Tensor) and weight.dim() == 2 and not isinstance(module, nn.Embedding)
+
+
+def projection_weight(module: nn.Module, heads: int) -> Tensor:
+    """Return the weight of an output projection, cut by heads: (head, head_dim, dim)."""
+    weight = module.weight
+    if not isinstance(weight, Tensor):
+        raise ValueError(f"module: expected a weight matrix, got {type(module).__name__}")
+    # Conv1D of transformers keeps (in, out), nn.Linear (out, in).
+    rows = weight if type(module).__name__ == "Conv1D" else weight.T
+    work = torch.promote_types(rows.dtype, torch.float32)
+    return rows.detach().to(work).reshape(heads, -1, rows.shape[1])

@@ -1,0 +1,331 @@
+"""Value-aware methods: what each position adds to each other, layer by layer, while the model runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from audit.capture.blocks import Block, first_input, first_output, projection_weight
+from audit.capture.check import VALUE_TOLERANCE, check_counts, check_rows, check_values
+from audit.capture.engine import BatchFold
+from audit.capture.hooks import counted_calls
+from audit.capture.inputs import core_model
+from audit.capture.interface import AttentionCall, KernelCall, Replacing, interface_capture
+from audit.capture.layers import CapturePlan, expected_calls
+from audit.capture.passes import exclusive, run_model, watched
+from audit.errors import CaptureError
+from audit.methods.rollout import measured_residual
+from audit.methods.value_aware import (
+    alti_contributions,
+    identity_where_empty,
+    linearized_layer_norm,
+    norm_contributions,
+    transformed_vectors,
+    value_zeroing_distances,
+)
+
+BLOCK_ENTRIES = 2**23
+"""Entries (batch × query × key × dim) of the vectors of one block: 32 MB in float32."""
+
+
+@dataclass
+class _Layer:
+    """What is known of the layer that is running."""
+
+    hidden: Tensor | None = None
+    call: AttentionCall | None = None
+    added: Tensor | None = None
+    summed: Tensor | None = None
+    normed: Tensor | None = None
+    second: Tensor | None = None
+
+
+class _Watch:
+    """Collects one layer's pieces and folds them when the layer ends; holds one layer at a time."""
+
+    def __init__(self, model: nn.Module, blocks: Mapping[str, Block], fold: BatchFold, verify: bool) -> None:
+        self.modules, self.blocks, self.fold, self.verify = dict(model.named_modules()), blocks, fold, verify
+        self.current = _Layer()
+
+    def receive(self, call: AttentionCall) -> None:
+        check_rows(call, self.fold.valid)
+        if self.verify:
+            check_values(call, self.fold.valid)
+        self.current.call = call
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for block in dict.fromkeys(self.blocks.values()):
+                layer = self.modules[block.layer]
+                stack.callback(layer.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
+                self._keep(stack, block.projection, "added", output=True)
+                if block.scale is not None:
+                    self._keep(stack, block.scale, "added", output=True)
+                self._keep(stack, block.norm, "summed")
+                self._keep(stack, block.norm, "normed", output=True)
+                if block.second is not None:
+                    self._keep(stack, block.second, "second")
+                stack.callback(layer.register_forward_hook(self._end).remove)
+            yield
+
+    def _keep(self, stack: ExitStack, path: str, name: str, *, output: bool = False) -> None:
+        def hook(_module: nn.Module, args: Any, kwargs: Any, given: Any) -> None:
+            setattr(self.current, name, first_output(given) if output else first_input(args, kwargs))
+
+        stack.callback(self.modules[path].register_forward_hook(hook, with_kwargs=True).remove)
+
+    def _begin(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.current = _Layer(hidden=first_input(args, kwargs))
+
+    def _end(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        found, self.current = self.current, _Layer()
+        if found.call is None or found.hidden is None or found.added is None:
+            raise CaptureError("a layer ended without attention; use the method rollout")
+        block, fold = self.blocks[found.call.path], self.fold
+        if fold.settings.residual == "measured":
+            fold.fold(
+                found.call.weights,
+                sink=found.call.sink,
+                residual=measured_residual(found.hidden, found.added),
+            )
+        else:
+            fold.note_causal(found.call.weights)
+            fold.push(self._contributions(found, found.call, block))
+
+    def _contributions(self, found: _Layer, call: AttentionCall, block: Block) -> Tensor:
+        """Return one layer's contributions (batch, query, key), row-normalised."""
+        valid = self.fold.valid
+        batch, length = valid.shape
+        dim = projection_weight(self.modules[block.projection], call.weights.shape[1]).shape[-1]
+        size = max(1, min(length, BLOCK_ENTRIES // (batch * length * dim)))
+        parts = [
+            self._rows(found, call, block, slice(start, min(start + size, length)))
+            for start in range(0, length, size)
+        ]
+        matrix, empty = identity_where_empty(torch.cat(parts, dim=1))
+        self.fold.empty_rows += empty
+        eye = torch.eye(length, dtype=matrix.dtype, device=matrix.device)
+        return torch.where(valid[:, :, None], matrix, eye)
+
+    def _rows(self, found: _Layer, call: AttentionCall, block: Block, rows: slice) -> Tensor:
+        """Return the contributions to a block of queries."""
+        vectors, constant, output = self._vectors(found, call, block, rows)
+        if self.verify:
+            _check_sum(call, vectors.sum(2) + constant, output, self.fold.valid[:, rows])
+        if self.fold.settings.method == "alti":
+            return alti_contributions(vectors, output.to(vectors.dtype))
+        if self.fold.settings.method == "globenc":
+            if block.second is None or found.second is None:
+                raise CaptureError(
+                    f"attention layer {call.path}: no layer norm follows its feed-forward block, so globenc "
+                    "would be norms; use the method norms"
+                )
+            norm = _layer_norm(self.modules[block.second], call.path)
+            vectors = linearized_layer_norm(vectors, norm.weight, _deviation(norm, found.second[:, rows]))
+        return norm_contributions(vectors)
+
+    def _vectors(
+        self, found: _Layer, call: AttentionCall, block: Block, rows: slice
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the vectors of a block of queries, what no key adds, and what they sum to."""
+        if call.value is None or found.hidden is None or found.summed is None or found.normed is None:
+            raise CaptureError(f"attention layer {call.path}: a part of its block did not run")
+        heads, length = call.weights.shape[1], call.value.shape[2]
+        projection = self.modules[block.projection]
+        weight = projection_weight(projection, heads)
+        bias = getattr(projection, "bias", None)
+        constant = torch.zeros_like(weight[0, 0]) if bias is None else bias.detach().to(weight.dtype)
+        if block.scale is not None:
+            factor = self.modules[block.scale].lambda1.detach().to(weight.dtype)
+            weight, constant = weight * factor, constant * factor
+        vectors = transformed_vectors(
+            call.weights[:, :, rows, :length].to(weight.dtype),
+            call.value.to(weight.dtype).repeat_interleave(heads // call.value.shape[1], dim=1),
+            weight,
+            found.hidden[:, rows].to(weight.dtype),
+            query_offset=rows.start,
+        )
+        if not block.post:
+            return vectors, constant, found.summed[:, rows]
+        norm = _layer_norm(self.modules[block.norm], call.path)
+        deviation = _deviation(norm, found.summed[:, rows])
+        free = constant.expand(vectors.shape[0], vectors.shape[1], 1, -1)
+        free = linearized_layer_norm(free, norm.weight, deviation)[:, :, 0]
+        vectors = linearized_layer_norm(vectors, norm.weight, deviation)
+        return vectors, free if norm.bias is None else free + norm.bias, found.normed[:, rows]
+
+
+def _layer_norm(module: nn.Module, path: str) -> nn.LayerNorm:
+    if not isinstance(module, nn.LayerNorm):
+        raise CaptureError(
+            f"attention layer {path} is followed by {type(module).__name__}, expected a LayerNorm, which "
+            "alone can be split; use rollout with residual = 'measured'"
+        )
+    return module
+
+
+def _deviation(norm: nn.LayerNorm, summed: Tensor) -> Tensor:
+    work = summed.to(torch.promote_types(summed.dtype, torch.float32))
+    return (work.var(dim=-1, unbiased=False) + norm.eps).sqrt()
+
+
+def _check_sum(call: AttentionCall, total: Tensor, output: Tensor, valid: Tensor) -> None:
+    """Check that the parts add up to what the model computed."""
+    whole = output.to(total.dtype)
+    error = ((total - whole).abs() * valid[..., None]).amax()
+    scale = whole.abs().amax().clamp_min(1e-6)
+    if not error <= VALUE_TOLERANCE[output.dtype] * 10 * scale:
+        raise CaptureError(
+            f"attention layer {call.path}: what its positions add differs from the layer's own output by "
+            f"{float(error / scale):.3g}; this kind of layer is not supported, use the method rollout"
+        )
+
+
+def contribution_batch(
+    model: nn.Module,
+    plan: CapturePlan,
+    blocks: Mapping[str, Block],
+    tensors: Mapping[str, Tensor],
+    fold: BatchFold,
+    *,
+    verify: bool = False,
+    keep_logits: bool = False,
+) -> Any:
+    """Run one batch and fold what each position adds, layer by layer.
+
+    Parameters
+    ----------
+    model, plan, tensors
+    blocks : mapping of attention path to Block
+        From :func:`audit.capture.blocks.find_blocks`.
+    fold : BatchFold
+        Filled with the rollout of the batch: of the contributions of ``norms``, ``globenc`` or
+        ``alti``, or of attention with the measured residual.
+    verify : bool
+        Also compare the sum of the parts with every layer's own output.
+    keep_logits : bool
+
+    Returns
+    -------
+    The model's outputs
+
+    Raises
+    ------
+    CaptureError
+    """
+    core = core_model(model)
+    watch = _Watch(core, blocks, fold, verify)
+    expected = None if getattr(plan, "narrowed", False) else expected_calls(core)
+    with exclusive(model, plan.configs), watch.hooks(), watched(plan, watch.receive, expected):
+        return run_model(model, tensors, attentions=plan.has_hooks, keep_logits=keep_logits)
+
+
+# --- value zeroing ----------------------------------------------------------------------------
+
+
+class _Zeroing:
+    """Runs every layer again without the value of one position, for each position."""
+
+    def __init__(self, model: nn.Module, blocks: Mapping[str, Block], fold: BatchFold, verify: bool) -> None:
+        self.modules, self.blocks, self.fold = dict(model.named_modules()), blocks, fold
+        self.verify = verify
+        self.zeroed: int | None = None
+        self.seen = Counter[str]()
+        self.again = False
+
+    def attend(self, call: KernelCall) -> tuple[Tensor, Tensor | None]:
+        self.seen[call.path] += 1
+        if self.again:
+            value = call.value.clone()
+            value[:, :, self.zeroed] = 0
+            return replace(call, value=value).run()
+        output, weights = call.run()
+        seen = call.weights() if weights is None else weights
+        if call.options.get("s_aux") is None:  # with a sink the rows sum to less
+            watched_call = AttentionCall(call.path, seen, output, call.value)
+            check_rows(watched_call, self.fold.valid)
+            if self.verify:
+                check_values(watched_call, self.fold.valid)
+        self.fold.note_causal(seen[..., : call.key.shape[-2]])
+        return output, weights
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for path in dict.fromkeys(block.layer for block in self.blocks.values()):
+                layer = self.modules[path]
+                stack.callback(layer.register_forward_hook(self._end, with_kwargs=True).remove)
+            yield
+
+    def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        whole = first_output(output)
+        if whole is None:
+            raise CaptureError(f"{type(module).__name__} returns no hidden states; use the method rollout")
+        batch, length, dim = whole.shape
+        size = max(1, BLOCK_ENTRIES // (batch * length * dim))
+        distances = [
+            value_zeroing_distances(
+                whole, self._without(module, args, kwargs, range(length)[start : start + size])
+            )
+            for start in range(0, length, size)
+        ]
+        matrix = torch.cat(distances, dim=-1)
+        matrix = matrix / matrix.sum(-1, keepdim=True).clamp_min(torch.finfo(matrix.dtype).tiny)
+        matrix, empty = identity_where_empty(torch.where(self.fold.valid[:, :, None], matrix, 0.0))
+        self.fold.empty_rows += empty - (~self.fold.valid).sum(dim=1)
+        self.fold.push(matrix)
+
+    def _without(self, module: nn.Module, args: Any, kwargs: Any, keys: range) -> Tensor:
+        """Return the layer's output without the value of each key: (batch, query, key, dim)."""
+        found = []
+        self.again = True
+        try:
+            for key in keys:
+                self.zeroed = key
+                output = first_output(module.forward(*args, **kwargs))
+                if output is not None:
+                    found.append(output)
+        finally:
+            self.again = False
+        return torch.stack(found, dim=2)
+
+
+def zeroing_batch(
+    model: nn.Module,
+    plan: CapturePlan,
+    blocks: Mapping[str, Block],
+    tensors: Mapping[str, Tensor],
+    fold: BatchFold,
+    *,
+    verify: bool = False,
+    keep_logits: bool = False,
+) -> Any:
+    """Run one batch, and every layer of it once more for each position; see :func:`contribution_batch`.
+
+    Raises
+    ------
+    CaptureError
+        For layers off the attention interface, whose values cannot be changed.
+    """
+    if plan.has_hooks:
+        path = next(layer.path for layer in plan.layers if layer.mechanism == "hook")
+        raise CaptureError(
+            f"attention layer {path} is not on the attention interface, so its values cannot be zeroed; use "
+            "alti or norms"
+        )
+    core = core_model(model)
+    run = _Zeroing(core, blocks, fold, verify)
+    with exclusive(model, plan.configs), ExitStack() as stack:
+        called = stack.enter_context(counted_calls(plan.modules()))
+        stack.enter_context(interface_capture(plan.modules(), plan.configs, Replacing(run.attend)))
+        stack.enter_context(run.hooks())
+        outputs = run_model(model, tensors, keep_logits=keep_logits)
+    check_counts(plan, called, run.seen, None)
+    return outputs

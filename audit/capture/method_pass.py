@@ -1,0 +1,124 @@
+"""Run one batch by the method that was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from audit.capture.attribution import AttributionFold, Question, attribute
+from audit.capture.blocks import Block, find_blocks
+from audit.capture.contributions import contribution_batch, zeroing_batch
+from audit.capture.engine import BatchFold
+from audit.capture.folds import FlowFold, PerHeadFold
+from audit.capture.gradient import GradientFold, gradient_batch
+from audit.capture.inputs import Encoded, core_model
+from audit.capture.layers import CapturePlan
+from audit.capture.passes import exclusive, fold_batch
+from audit.capture.settings import ATTRIBUTION, FLOW, MEASURED, PER_HEAD, VALUE_AWARE, FoldSettings
+from audit.capture.targets import resolve_targets
+from audit.records import Checkpoint
+
+Fold = BatchFold | GradientFold | AttributionFold
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A method on a checkpoint: everything that its batches share.
+
+    `alone` says that the model takes one sequence at a time.
+    """
+
+    checkpoint: Checkpoint
+    plan: CapturePlan
+    settings: FoldSettings
+    wanted: Mapping[str, Any]
+    batch_tokens: int
+    keep_logits: bool = False
+    alone: bool = False
+    _blocks: dict[str, Block] = field(default_factory=dict)
+
+    def run(
+        self,
+        batch: Sequence[Encoded],
+        tensors: Mapping[str, Tensor],
+        read: Tensor,
+        valid: Tensor,
+        *,
+        verify: bool = False,
+    ) -> tuple[Fold, Any]:
+        """Return the maps of one batch and the model's outputs.
+
+        Parameters
+        ----------
+        batch : sequence of Encoded
+        tensors : their tensors, stacked
+        read : float Tensor (batch, position)
+            The output row, as weights over the rows.
+        valid : bool Tensor (batch, position)
+        verify : bool
+            Also compare what is captured with what every layer computes.
+
+        Returns
+        -------
+        fold, outputs
+        """
+        model, method = self.checkpoint.model, self.settings.method
+        options: dict[str, Any] = {"keep_logits": self.keep_logits}
+        if method == "gradient_rollout":
+            gradient = GradientFold(self.settings, read, valid)
+            outputs = gradient_batch(
+                self.checkpoint,
+                self.plan,
+                batch,
+                tensors,
+                gradient,
+                wanted=self.wanted,
+                verify=verify,
+                **options,
+            )
+            return gradient, outputs
+        if method in ATTRIBUTION:
+            return self._attribution(batch, tensors, BatchFold(FoldSettings(), read, valid), verify)
+        fold = {PER_HEAD: PerHeadFold, FLOW: FlowFold}.get(method, BatchFold)(self.settings, read, valid)
+        if method == "value_zeroing":
+            blocks = self._find_blocks(tensors)
+            return fold, zeroing_batch(model, self.plan, blocks, tensors, fold, verify=verify, **options)
+        if method in VALUE_AWARE or self.settings.residual == MEASURED:
+            blocks = self._find_blocks(tensors)
+            outputs = contribution_batch(model, self.plan, blocks, tensors, fold, verify=verify, **options)
+            return fold, outputs
+        return fold, fold_batch(model, self.plan, tensors, fold, verify=verify, **options)
+
+    def _find_blocks(self, tensors: Mapping[str, Tensor]) -> dict[str, Block]:
+        """Return the block of each layer, found in the first batch."""
+        if not self._blocks:
+            core = core_model(self.checkpoint.model)
+            first = {name: tensor[:1] for name, tensor in tensors.items()}
+            with exclusive(self.checkpoint.model, self.plan.configs):
+                self._blocks.update(find_blocks(core, self.plan, first, keep_logits=self.keep_logits))
+        return self._blocks
+
+    def _attribution(
+        self, batch: Sequence[Encoded], tensors: Mapping[str, Tensor], inner: BatchFold, verify: bool
+    ) -> tuple[AttributionFold, Any]:
+        outputs = fold_batch(
+            self.checkpoint.model, self.plan, tensors, inner, verify=verify, keep_logits=self.keep_logits
+        )
+        fold = AttributionFold(self.settings, inner)
+        with torch.no_grad():
+            fold.targets = resolve_targets(self.checkpoint, batch, outputs, self.wanted, inner.read)
+        question = Question(
+            self.checkpoint,
+            batch,
+            fold.targets,
+            inner.read,
+            self.batch_tokens,
+            self.keep_logits,
+            self.alone,
+        )
+        attribute(question, fold)
+        return fold, outputs
