@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -13,14 +14,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from audit.capture.batches import length_batches, stack, valid_positions
-from audit.capture.engine import BatchFold, FoldSettings
+from audit.capture.engine import FoldSettings
 from audit.capture.inputs import Encoded, core_model, encode_image, encode_texts
 from audit.capture.layers import CapturePlan, plan_capture
+from audit.capture.method_pass import Engine, Fold
 from audit.capture.mixing import check_mixing
-from audit.capture.passes import active_plan, exclusive, fold_batch, run_model
+from audit.capture.passes import active_plan, exclusive, run_model
 from audit.capture.positions import with_sink_position
 from audit.capture.predictions import Target, check_targets, first_tensor, predictions, targets_by_probe
 from audit.capture.rows import OutputRow, decide_row, row_weights
+from audit.capture.settings import FLOW
+from audit.capture.targets import require_head
 from audit.errors import CaptureError
 from audit.records import Captured, CaptureSettings, Checkpoint, Map, Method, Positions, Prediction, Probe
 
@@ -43,6 +47,33 @@ class Session:
     def keep_logits(self) -> bool:
         """Return whether a language model must give the logits of every position."""
         return self.row.name != "last"
+
+    @property
+    def alone(self) -> bool:
+        """Return whether the model takes one probe at a time.
+
+        Decoders with a classification head refuse several at once when they know no pad token.
+        """
+        config = core_model(self.checkpoint.model).config
+        text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        return self.checkpoint.task == "sequence-classification" and text_config.pad_token_id is None
+
+    @cached_property
+    def engine(self) -> Engine:
+        """Return what runs a batch by the method."""
+        return Engine(
+            self.checkpoint,
+            self.plan,
+            self.fold,
+            self.wanted,
+            self.settings.batch_tokens,
+            keep_logits=self.keep_logits,
+            alone=self.alone,
+        )
+
+    def checking(self) -> Session:
+        """Return the session whose passes are compared: max-flows twice would prove nothing more."""
+        return replace(self, fold=FoldSettings()) if self.fold.method == FLOW else self
 
 
 def capture(
@@ -150,12 +181,26 @@ def _capture_windows(
 
     for window in windows:
         if session is None:
-            plan = _plan(checkpoint, window)
-            row = _decide(checkpoint, plan, method.row, window)
-            session = Session(checkpoint, settings, FoldSettings.from_method(method), plan, row, wanted)
+            session = _open(checkpoint, window, method, settings, wanted)
             verify(session, window)
         yield from _run_window(session, window, report)
         done += len(window)
+
+
+def _open(
+    checkpoint: Checkpoint,
+    window: Sequence[Encoded],
+    method: Method,
+    settings: CaptureSettings,
+    wanted: dict[str, Any],
+) -> Session:
+    """Decide what is the same for all batches, from the first probes."""
+    fold = FoldSettings.from_method(method)
+    if fold.needs_target:
+        require_head(checkpoint, fold.method)
+    plan = _plan(checkpoint, window)
+    row = _decide(checkpoint, plan, method.row, window)
+    return Session(checkpoint, settings, fold, plan, row, wanted)
 
 
 def _plan(checkpoint: Checkpoint, window: Sequence[Encoded]) -> CapturePlan:
@@ -184,9 +229,7 @@ def check_determinism(
     window = next(_windows(checkpoint, list(probes), settings), None)
     if window is None:
         return
-    plan = _plan(checkpoint, window)
-    row = _decide(checkpoint, plan, method.row, window)
-    session = Session(checkpoint, settings, FoldSettings.from_method(method), plan, row, {})
+    session = _open(checkpoint, window, method, settings, {}).checking()
     batch = [window[i] for i in _batches(session, window)[0]]
     _agree(
         _fold(session, batch), _fold(session, batch), "two identical passes disagree; no shift can be judged"
@@ -222,11 +265,7 @@ def _windows(
 
 
 def _batches(session: Session, window: Sequence[Encoded]) -> list[list[int]]:
-    config = core_model(session.checkpoint.model).config
-    # Decoders with a classification head refuse several probes at once when they know no pad token.
-    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    alone = session.checkpoint.task == "sequence-classification" and text_config.pad_token_id is None
-    return length_batches(window, session.settings.batch_tokens, max_size=1 if alone else None)
+    return length_batches(window, session.settings.batch_tokens, max_size=1 if session.alone else None)
 
 
 def _run_window(
@@ -253,14 +292,12 @@ def _read_weights(session: Session, batch: Sequence[Encoded]) -> NDArray[np.floa
     return np.stack([row_weights(session.row, item, mask_id) for item in batch])
 
 
-def _fold(session: Session, batch: Sequence[Encoded], *, check: bool = False) -> tuple[BatchFold, Any]:
-    model = session.checkpoint.model
+def _fold(session: Session, batch: Sequence[Encoded], *, check: bool = False) -> tuple[Fold, Any]:
     tensors = stack(batch)
-    device = core_model(model).device
+    device = core_model(session.checkpoint.model).device
     read = torch.from_numpy(_read_weights(session, batch)).to(device)
-    fold = BatchFold(session.fold, read, valid_positions(tensors, *read.shape).to(device))
-    outputs = fold_batch(model, session.plan, tensors, fold, verify=check, keep_logits=session.keep_logits)
-    return fold, outputs
+    valid = valid_positions(tensors, *read.shape).to(device)
+    return session.engine.run(batch, tensors, read, valid, verify=check)
 
 
 def verify(session: Session, window: Sequence[Encoded]) -> None:
@@ -275,7 +312,8 @@ def verify(session: Session, window: Sequence[Encoded]) -> None:
     CaptureError
     """
     batch = [window[i] for i in _batches(session, window)[0][:VERIFIED_PROBES]]
-    first, second = _fold(session, batch, check=True), _fold(session, batch)
+    checking = session.checking()
+    first, second = _fold(checking, batch, check=True), _fold(checking, batch)
     _agree(first, second, "two identical passes disagree; no shift can be judged")
     check_mixing(session.checkpoint.model, session.plan, batch[0].tensors, len(batch[0]))
     with exclusive(session.checkpoint.model, session.plan.configs):
@@ -288,7 +326,7 @@ def verify(session: Session, window: Sequence[Encoded]) -> None:
         )
 
 
-def _agree(first: tuple[BatchFold, Any], second: tuple[BatchFold, Any], message: str) -> None:
+def _agree(first: tuple[Fold, Any], second: tuple[Fold, Any], message: str) -> None:
     same_maps = _same(first[0].final_row(), second[0].final_row())
     if not (same_maps and _same(first_tensor(first[1]), first_tensor(second[1]))):
         raise CaptureError(f"determinism: {message}, use another device or attention implementation")
@@ -299,20 +337,27 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
 
 
-def _captured(session: Session, batch: Sequence[Encoded], fold: BatchFold, outputs: Any) -> list[Captured]:
-    answers = predictions(session.checkpoint, batch, outputs, session.wanted, fold.read.argmax(dim=1))
+def _captured(session: Session, batch: Sequence[Encoded], fold: Fold, outputs: Any) -> list[Captured]:
+    wanted = {**session.wanted, **fold.targets}
+    answers = predictions(session.checkpoint, batch, outputs, wanted, fold.read.argmax(dim=1))
     final, layers = fold.final_row().double().cpu().numpy(), None
-    if session.settings.layer_maps:
+    if session.settings.layer_maps and fold.rows:
         layers = torch.stack(fold.rows, dim=1).double().cpu().numpy()
-    collapse, empty, causal = fold.depth_collapse().tolist(), fold.empty_rows.tolist(), fold.causal.tolist()
+    diagnostics = {name: values.tolist() for name, values in fold.diagnostics().items()}
+    causal = fold.causal.tolist()
     keep = np.pad(fold.valid.cpu().numpy(), ((0, 0), (0, int(fold.sink))), constant_values=True)
     found = []
     for i, item in enumerate(batch):
         positions = replace(item.positions, causal=_is_causal(session, causal[i], len(item)))
         positions = with_sink_position(positions) if fold.sink else positions
         rows = None if layers is None else layers[i][:, keep[i]]
-        extra = {"depth_collapse": collapse[i], "empty_rows": float(empty[i])}
-        found.append(Captured((_map(item, final[i][keep[i]], rows, positions, extra),), answers[i]))
+        extra = {name: float(values[i]) for name, values in diagnostics.items()}
+        row = final[i][keep[i]]
+        if session.fold.needs_target and not row.sum() > 0:
+            one = _undefined(item, positions, extra)
+        else:
+            one = _map(item, row, rows, positions, extra)
+        found.append(Captured((one,), answers[i]))
     return found
 
 
@@ -320,6 +365,12 @@ def _is_causal(session: Session, no_future: bool, length: int) -> bool:
     if length > 1:
         return no_future
     return any(getattr(layer.module, "is_causal", False) for layer in session.plan.layers)
+
+
+def _undefined(item: Encoded, positions: Positions, extra: dict[str, float]) -> Map:
+    """Return the map of a probe in which nothing speaks for the target: no mass, so no share of it."""
+    weights = np.zeros(len(positions), np.float32)
+    return Map(item.probe.id, weights, positions, diagnostics={"undefined": 1.0, **extra})
 
 
 def _map(
