@@ -52,8 +52,7 @@ def emit(
     render = report.to_json if outputs.as_json else report.to_text
     say(render(comparison, verdict, context=context))
     if outputs.html is not None:
-        with writing(outputs.html):
-            note(f"HTML report: {write_html(store, comparison, verdict, outputs.html, config=config)}")
+        note(f"HTML report: {write_html(store, comparison, verdict, outputs.html, config=config)}")
     if outputs.markdown is not None:
         with writing(outputs.markdown), outputs.markdown.open("a", encoding="utf-8") as file:
             file.write(report.to_markdown(comparison, verdict, context=context) + "\n")

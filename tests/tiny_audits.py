@@ -78,7 +78,7 @@ def save(checkpoint: Any, folder: Path, *, seed: int = 0, noise: float = 0.0) ->
     if noise:
         with torch.no_grad():
             for parameter in checkpoint.model.parameters():
-                parameter += noise * torch.randn(parameter.shape, generator=generator)
+                parameter.add_(noise * torch.randn(parameter.shape, generator=generator))
     checkpoint.model.save_pretrained(folder)
     checkpoint.processor.save_pretrained(folder)
     return folder
@@ -105,7 +105,7 @@ def save_family(folder: Path) -> Path:
     """Save a base, a benign re-training, a shifted one, and five replicates of the base."""
     bert(folder / "base")
     bert(folder / "benign", seed=11, noise=0.002)
-    bert(folder / "shifted", seed=12, noise=0.25)
+    bert(folder / "shifted", seed=13, noise=0.4)
     for seed in range(1, 6):
         bert(folder / f"seed-{seed}", seed=seed, noise=0.002)
     return folder

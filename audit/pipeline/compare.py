@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from audit.compare import compare_distances, compare_interaction, compare_tables
 from audit.config import RESAMPLES
 from audit.errors import NothingEvaluatedError, ProbeError
 from audit.metrics import js_distance, wasserstein
+from audit.pipeline.predictions import prediction_changes
 from audit.pipeline.runs import RunData, StoredRun, mismatches, read_run
 from audit.records import Cell, Column, Comparison, Policy, ShareTable
 from audit.store import Store
@@ -326,25 +327,3 @@ def _unpaired_cells(before: RunData, after: RunData, statistics: Statistics) -> 
     return list(
         compare_tables(before.shares, after.shares, groups=groups, paired=False, effect="data", **options)
     )
-
-
-def prediction_changes(before: RunData, after: RunData) -> Mapping[str, Any]:
-    """Return how many predictions changed, became wrong and became right, and both accuracies."""
-    if before.store is None or after.store is None:
-        return {}
-    one = before.store.predictions(before.ref.run_id)
-    two = after.store.predictions(after.ref.run_id)
-    old, new = (np.array(frame["predicted"].to_list(), dtype=object) for frame in (one, two))
-    if None in old or None in new:
-        return {}  # a backbone without a task head predicts nothing
-    found: dict[str, Any] = {"n": len(old), "changed": int((old != new).sum())}
-    labels = np.array(one["label"].to_list(), dtype=object)
-    if None not in labels:
-        right_before, right_after = old == labels, new == labels
-        found |= {
-            "accuracy_before": float(right_before.mean()),
-            "accuracy_after": float(right_after.mean()),
-            "newly_wrong": int((right_before & ~right_after).sum()),
-            "fixed": int((~right_before & right_after).sum()),
-        }
-    return found

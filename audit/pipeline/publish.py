@@ -10,7 +10,9 @@ import numpy as np
 from audit.config import AuditConfig
 from audit.pipeline.compare import in_common, map_distances
 from audit.pipeline.examples import example_maps
+from audit.pipeline.files import writing
 from audit.pipeline.history import attempt_of, loosened_since
+from audit.pipeline.predictions import truncation_note
 from audit.pipeline.runs import read_run
 from audit.records import Comparison, Verdict
 from audit.report import ReportContext, to_html
@@ -33,9 +35,9 @@ def write_html(
     """Write a self-contained HTML report with the probes that moved most; return its path."""
     count = 6 if config is None else config.report.examples
     examples = example_maps(store, comparison, config, count=count)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    context = report_context(store, comparison, verdict)
-    path.write_text(to_html(comparison, verdict, examples, context=context), encoding="utf-8")
+    text = to_html(comparison, verdict, examples, context=report_context(store, comparison, verdict))
+    with writing(path):
+        path.write_text(text, encoding="utf-8")
     return path
 
 
@@ -55,7 +57,7 @@ def report_context(store: Store, comparison: Comparison, verdict: Verdict | None
         log_head=store.log_head(),
         attempt=None if verdict is None else attempt_of(store, comparison.id),
         loosened_since=None if verdict is None else loosened_since(store, comparison, verdict.policy),
-        notes=() if verdict is None else verdict.notes,
+        notes=truncation_note(comparison) + (() if verdict is None else verdict.notes),
     )
 
 

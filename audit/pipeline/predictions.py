@@ -1,0 +1,61 @@
+"""What the predictions of two runs say beside their maps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from audit.pipeline.runs import RunData
+from audit.records import Comparison
+
+if TYPE_CHECKING:
+    import polars as pl
+
+
+def prediction_changes(before: RunData, after: RunData) -> Mapping[str, Any]:
+    """Return how many predictions changed, became wrong and became right, and both accuracies.
+
+    Returns
+    -------
+    mapping
+        ``truncated`` counts the probes that were cut for either run; the others are left out where a
+        run has no predictions or no labels, and everything where a run comes from a floor.
+    """
+    if before.store is None or after.store is None:
+        return {}
+    one = before.store.predictions(before.ref.run_id)
+    two = after.store.predictions(after.ref.run_id)
+    found: dict[str, Any] = {"truncated": _truncated(one, two)}
+    old, new = (np.array(frame["predicted"].to_list(), dtype=object) for frame in (one, two))
+    if None in old or None in new:
+        return found  # a backbone without a task head predicts nothing
+    found |= {"n": len(old), "changed": int((old != new).sum())}
+    labels = np.array(one["label"].to_list(), dtype=object)
+    if None not in labels:
+        right_before, right_after = old == labels, new == labels
+        found |= {
+            "accuracy_before": float(right_before.mean()),
+            "accuracy_after": float(right_after.mean()),
+            "newly_wrong": int((right_before & ~right_after).sum()),
+            "fixed": int((~right_before & right_after).sum()),
+        }
+    return found
+
+
+def _truncated(one: pl.DataFrame, two: pl.DataFrame) -> int:
+    cut = [set(frame.filter(frame["truncated"])["probe_id"]) for frame in (one, two)]
+    return len(cut[0] | cut[1])
+
+
+def truncation_note(comparison: Comparison) -> tuple[str, ...]:
+    """Return the line that a report prints where probes were cut.
+
+    >>> truncation_note(Comparison("paired", (), 0.05, 24, predictions={"truncated": 2}))
+    ('2 of 24 probes were longer than the model allows and were cut.',)
+    """
+    count = comparison.predictions.get("truncated", 0)
+    if not count:
+        return ()
+    return (f"{count} of {comparison.n_probes} probes were longer than the model allows and were cut.",)
