@@ -293,7 +293,12 @@ def gradient_batch(
         check_counts(plan, called, seen, _expected(model, plan))
         fold.targets = resolve_targets(checkpoint, batch, outputs, wanted, fold.read)
         scores = target_scores(batch, outputs, fold.targets, fold.read)
-        torch.autograd.grad(scores.sum(), leaf[0])
+        if not leaf or not scores.requires_grad:
+            raise CaptureError(
+                f"{type(core_model(model)).__name__}: its logits do not depend on a float input, so there is "
+                "no gradient; use the method rollout"
+            )
+        torch.autograd.grad(scores.sum(), leaf[0], allow_unused=True)
     return _detached(outputs)
 
 
