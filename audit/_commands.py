@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from audit._terminal import say
+from audit.errors import ExitCode, StoreError
 
 if TYPE_CHECKING:
     from audit.config import AuditConfig
@@ -23,7 +24,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 def register(app: typer.Typer) -> None:
     """Add these commands to the command line."""
-    app.command()(approve)
+    for command in (approve, verify):
+        app.command()(command)
 
 
 def approve(
@@ -59,6 +61,38 @@ def approve(
     shown = approvals_of([found])[0]
     what = "; ".join(shown["rules"]) or "the release, as a baseline"
     say(json.dumps(shown) if as_json else f"{found.id}\t{what}\tapproved by {found.attribution}")
+
+
+def verify(
+    identifier: Annotated[list[str] | None, typer.Argument(metavar="[RUN|COMPARISON]…")] = None,
+    hashes_only: Annotated[bool, typer.Option(help="Do not compute the statistics again.")] = False,
+    head: Annotated[str | None, typer.Option(help="Head digest of the log, from a report.")] = None,
+    store: StoreUrl = None,
+    as_json: Json = False,
+) -> None:
+    """Check hashes and the log's chain, and compute statistics and verdicts again from the stored maps."""
+    from audit.pipeline import verify_store
+
+    where = _existing(store)
+    found = verify_store(where, identifier or (), recompute=not hashes_only, known_head=head)
+    if as_json:
+        say(json.dumps(vars(found)))
+    else:
+        counts = f"{len(found.checked)} checked, {len(found.recomputed)} comparisons computed again"
+        say("\n".join([*found.notes, *found.problems, f"{counts}, {len(found.problems)} problems"]))
+    if found.problems:
+        raise typer.Exit(int(ExitCode.STORE))
+
+
+def _existing(url: str | None) -> Store:
+    """Return the store to look into; a store that was named must be there."""
+    from audit.config import DEFAULT_STORE
+    from audit.store import Store
+
+    where = Store(url or DEFAULT_STORE)
+    if url is not None and not where.root.is_dir():
+        raise StoreError(f"store {where.root} does not exist; mend --store, or capture something first")
+    return where
 
 
 def _settings(config: Path | None, store: str | None) -> tuple[AuditConfig | None, Store]:

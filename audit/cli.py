@@ -208,25 +208,6 @@ def list_(store: StoreUrl = None, as_json: Json = False) -> None:
 
 
 @app.command()
-def verify(
-    identifier: Annotated[str | None, typer.Argument(metavar="[RUN|COMPARISON]")] = None,
-    store: StoreUrl = None,
-    as_json: Json = False,
-) -> None:
-    """Check the hashes of stored files and the chain of the log."""
-    where = _existing(store)
-    comparisons = (manifest["comparison_id"] for manifest in where.comparisons())
-    names = [identifier] if identifier else [*where.run_ids(), *comparisons]
-    problems = [problem for name in names for problem in where.verify(name)] + list(where.verify_log())
-    if as_json:
-        say(json.dumps({"checked": names, "problems": problems}))
-    else:
-        say("\n".join([*problems, f"{len(names)} checked, {len(problems)} problems"]))
-    if problems:
-        raise typer.Exit(int(ExitCode.STORE))
-
-
-@app.command()
 def init(
     model: Annotated[str, typer.Argument(help="The checkpoint before: a directory or hub id.")],
     probes: Annotated[Path, typer.Argument(help="The probe set.")],

@@ -16,6 +16,7 @@ from audit.pipeline.live import capture_one, load_run_checkpoint, memory_estimat
 from audit.pipeline.maps import compute_maps, compute_reliance
 from audit.pipeline.plan import Progress, RunPlan, plan_audit, plan_run
 from audit.pipeline.publish import publish, report_context, write_html
+from audit.pipeline.verify import verify_store
 
 __all__ = [
     "Progress",
@@ -49,6 +50,7 @@ __all__ = [
     "report_context",
     "run_audit",
     "signers_of",
+    "verify_store",
     "write_html",
     "write_initial_config",
 ]

@@ -1,0 +1,207 @@
+"""Check everything that is stored: hashes, the chain of the log, and the statistics themselves.
+
+A comparison is computed again from the stored Parquet files, with its own seed and resamples, and judged
+again by its own policy; a number that differs is named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from audit.errors import AuditError, StoreError
+from audit.gate import evaluate_gate
+from audit.pipeline.compare import Statistics, compare_runs
+from audit.pipeline.runs import RunData, read_run
+from audit.records import Cell, Comparison, RunRef, Verdict
+from audit.serialize import to_json
+from audit.store import Store
+
+TOLERANCE = 1e-9
+"""Relative and absolute difference that another machine's rounding may leave."""
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was checked, what is wrong, and what could not be computed again here.
+
+    Attributes
+    ----------
+    checked : tuple of str
+        Runs and comparisons.
+    recomputed : tuple of str
+        Comparisons whose statistics and verdict came out as stored.
+    problems, notes : tuple of str
+        One line each; notes are no problems.
+    """
+
+    checked: tuple[str, ...]
+    recomputed: tuple[str, ...]
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def verify_store(
+    store: Store,
+    names: Sequence[str] = (),
+    *,
+    recompute: bool = True,
+    known_head: str | None = None,
+) -> Verification:
+    """Check runs and comparisons, the approvals and the log.
+
+    Parameters
+    ----------
+    store : Store
+    names : sequence of str
+        Runs and comparisons; all when empty.
+    recompute : bool
+        Compute every comparison and its verdict again; False checks hashes alone.
+    known_head : str, optional
+        Digest of the log's head from a report: shows a log that was cut short.
+
+    Returns
+    -------
+    Verification
+    """
+    names = tuple(names) or (*store.run_ids(), *store.comparison_ids())
+    damaged = {name: store.verify(name) for name in names}
+    problems = [problem for found in damaged.values() for problem in found]
+    problems += _approval_problems(store) + store.verify_log(known_head)
+    if not problems:
+        problems += _lost(store)
+    recomputed, notes = [], []
+    for name in names if recompute else ():
+        if not name.startswith("cmp-") or damaged[name]:
+            continue
+        try:
+            differences = _differences(store, name)
+        except _CannotRecomputeError as reason:
+            notes.append(f"{name}: not computed again, {reason}")
+            continue
+        except AuditError as error:
+            differences = [str(error)]
+        problems += differences
+        recomputed += [name] if not differences else []
+    return Verification(tuple(names), tuple(recomputed), tuple(dict.fromkeys(problems)), tuple(notes))
+
+
+def _approval_problems(store: Store) -> list[str]:
+    try:
+        store.approvals()
+    except StoreError as error:
+        return [str(error)]
+    return []
+
+
+def _lost(store: Store) -> list[str]:
+    """Return what the log recorded and never removed, but is not there."""
+    removed = {e["payload"].get("id") for e in store.log() if e["kind"] == "gc"}
+    approvals = {record["approval_id"] for record in store.approvals()}
+    there = {"run": store.has_run, "comparison": store.has_comparison, "approval": approvals.__contains__}
+    found = []
+    for entry in store.log():
+        name = entry["payload"].get(f"{entry['kind']}_id")
+        if entry["kind"] in there and name not in removed and not there[entry["kind"]](name):
+            found.append(f"{name} is recorded in the log but not in the store; restore it from a backup")
+    return found
+
+
+class _CannotRecomputeError(Exception):
+    """Says what is missing for computing a comparison again."""
+
+
+def _differences(store: Store, name: str) -> list[str]:
+    """Return how a comparison computed again differs from the stored one."""
+    stored, verdict = store.comparison(name), store.verdict(name)
+    again = recompute_comparison(store, stored)
+    found = list(_cell_differences(stored.cells, again.cells))
+    shown = [f"{name}: {one}" for one in found[:_SHOWN]]
+    if len(found) > _SHOWN:
+        shown.append(f"{name}: {len(found) - _SHOWN} more numbers differ from those computed again")
+    for key in ("identical_maps", "same_weights", "mismatches", "predictions", "n_probes", "n_clusters"):
+        if not _same(to_json(getattr(stored, key)), to_json(getattr(again, key))):
+            shown.append(f"{name}: {key} is stored as {getattr(stored, key)}, got {getattr(again, key)}")
+    if verdict is not None:
+        shown += [f"{name}: {one}" for one in _verdict_differences(verdict, again)]
+    return shown
+
+
+def recompute_comparison(store: Store, stored: Comparison) -> Comparison:
+    """Return a stored comparison computed again from its runs; what occlusion found is taken over."""
+    run = [_run(store, ref) for ref in (stored.before, stored.after, *stored.replicates)]
+    settings = stored.settings
+    domain = [read_run(store, name) for name in _known(store, settings.get("domain", ()))]
+    statistics = Statistics(stored.alpha, int(settings["resamples"]), int(settings["seed"]))
+    again = compare_runs(
+        run[0],
+        run[1],
+        replicates=run[2:],
+        domain=(domain[0], domain[1], domain[2:]) if domain else None,
+        paired=stored.kind == "paired",
+        statistics=statistics,
+    )
+    return replace(again, confirmations=stored.confirmations, settings=settings, id=stored.id)
+
+
+def _run(store: Store, ref: RunRef | None) -> RunData:
+    if ref is None:
+        raise _CannotRecomputeError("its maps were made elsewhere and are not in this store")
+    _known(store, [ref.run_id])
+    return read_run(store, ref.run_id, kind=ref.kind)
+
+
+def _known(store: Store, run_ids: Sequence[str]) -> Sequence[str]:
+    missing = [name for name in run_ids if not store.has_run(name)]
+    if missing:
+        raise _CannotRecomputeError(
+            f"{missing[0]} is not in this store (it came from a floor, or was removed)"
+        )
+    return run_ids
+
+
+def _cell_differences(stored: Sequence[Cell], again: Sequence[Cell]) -> Iterator[str]:
+    new = {_key(cell): cell for cell in again}
+    for cell in stored:
+        other = new.pop(_key(cell), None)
+        where = " ".join(str(part) for part in _key(cell) if part is not None)
+        if other is None:
+            yield f"cell {where} is stored but is not computed from the runs"
+            continue
+        one, two = to_json(cell), to_json(other)
+        for name in one:
+            if not _same(one[name], two[name]):
+                yield f"{name} of cell {where} is stored as {one[name]}, computed again it is {two[name]}"
+    for key in new:
+        yield f"cell {' '.join(str(part) for part in key if part is not None)} is computed but not stored"
+
+
+def _key(cell: Cell) -> tuple[Any, ...]:
+    return (cell.measure, cell.region, cell.stream, cell.layer, cell.effect, cell.segment)
+
+
+def _same(one: Any, two: Any) -> bool:
+    """Return whether JSON values agree up to rounding."""
+    if isinstance(one, float | int) and isinstance(two, float | int):
+        return math.isclose(one, two, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    if isinstance(one, list) and isinstance(two, list):
+        return len(one) == len(two) and all(map(_same, one, two))
+    if isinstance(one, dict) and isinstance(two, dict):
+        return one.keys() == two.keys() and all(_same(one[key], two[key]) for key in one)
+    return bool(one == two)
+
+
+def _verdict_differences(stored: Verdict, again: Comparison) -> Iterator[str]:
+    judged = evaluate_gate(again, stored.policy)
+    if (judged.status, judged.exit_code) != (stored.status, stored.exit_code):
+        yield f"the verdict is stored as {stored.status}, judged again it is {judged.status}"
+    elif judged.sentence != stored.sentence:
+        yield f"the verdict says {stored.sentence!r}, judged again it says {judged.sentence!r}"
+    for one, two in zip(stored.rules, judged.rules, strict=False):
+        if one.outcome is not two.outcome:
+            place = f"'{one.rule.label}' on {one.region}"
+            yield f"rule {place} is stored as {one.outcome.value}, judged again it is {two.outcome.value}"
