@@ -86,7 +86,11 @@ def find_blocks(
         calls.setdefault(call.path, call)
 
     wanted = [p for p in modules if any(p == a or p.startswith(f"{a}.") for a in set(around.values()))]
-    with _traced({path: modules[path] for path in wanted}) as traces, watched(plan, keep, None):
+    with (
+        _traced({path: modules[path] for path in wanted}) as traces,
+        watched(plan, keep, None),
+        torch.no_grad(),
+    ):
         run_model(model, tensors, attentions=plan.has_hooks, keep_logits=keep_logits)
     return {path: _block(path, around[path], calls[path], modules, traces) for path in around}
 
@@ -132,6 +136,7 @@ def same(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors agree up to the rounding of their dtype."""
     if a.shape != b.shape or not a.is_floating_point():
         return False
+    a, b = a.detach(), b.detach()
     tolerance = VALUE_TOLERANCE[a.dtype] * float(b.abs().amax().clamp_min(1e-6))
     return bool(((a - b).abs() <= tolerance).all())
 
