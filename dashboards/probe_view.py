@@ -112,7 +112,8 @@ def words_html(
             if len(piece.positions) == 1
             else f"{len(piece.positions)} tokens"
         )
-        title = f"{where}: {number(before[i], 4)} → {number(after[i], 4)} ({number(after[i] - before[i], 4, signed=True)})"
+        gained = number(after[i] - before[i], 4, signed=True)
+        title = f"{where}: {number(before[i], 4)} → {number(after[i], 4)} ({gained})"
         extra = " x" if piece.special else ""
         title += ", special token" if piece.special else ""
         shown = text(piece.words, 60) if piece.words.strip() or piece.special else str(piece.positions[0])

@@ -9,10 +9,11 @@ import streamlit as st
 
 from audit.records import Cell, Comparison, Verdict
 from audit.report import facts, rows
-from audit.report.wording import change, count, quantity, span
-from dashboards import blocks, charts, data, selection, state, theme
+from audit.report.wording import count, quantity, span
+from dashboards import blocks, charts, data, forest, selection, state, theme
 from dashboards.selection import Selected
 from dashboards.views import probes_table
+from dashboards.views import verdict as verdict_view
 
 KEYS = ("comparison", "effect", *selection.KEYS, "region")
 EFFECTS = {
@@ -35,7 +36,7 @@ def page() -> None:
         return
     name = choose_comparison(manifests)
     comparison, verdict = data.comparison(name), data.verdict(name)
-    hero(comparison, verdict)
+    verdict_view.hero(comparison, verdict)
     answers = None
     with blocks.section():
         answers = selection.answers_of(comparison)
@@ -46,7 +47,7 @@ def page() -> None:
     _layers(comparison, cells)
     _distribution(name, comparison, cells, chosen)
     _segments(comparison)
-    _rules(verdict)
+    verdict_view.rules(verdict)
     if chosen is not None:
         probes_table.draw(name, chosen)
     _methods(comparison, manifests)
@@ -62,7 +63,8 @@ def choose_comparison(manifests: Sequence[Mapping[str, Any]]) -> str:
     asked = state.get("comparison")
     if asked is not None and asked not in names:
         st.warning(
-            f"The link asks for {blocks.plain(asked, 40)}, which is not in this store (it may have been removed, "
+            f"The link asks for {blocks.plain(asked, 40)}, which is not in this store (it may have been "
+            "removed, "
             "or belong to another store). The newest comparison is shown instead.",
             icon=":material/link_off:",
         )
@@ -87,54 +89,6 @@ def _title(one: Mapping[str, Any]) -> str:
     )
 
 
-def hero(comparison: Comparison, verdict: Verdict | None) -> None:
-    """Draw the verdict, its sentence, and what was compared."""
-    status = rows.status(verdict)
-    head, detail = rows.split_headline(rows.headline(comparison, verdict))
-    before, after = comparison.before, comparison.after
-    pair = blocks.pair_name(before.checkpoint if before else None, after.checkpoint if after else None)
-    caveats = "".join(
-        f"<p class='detail'>{blocks.text(one, 600)}</p>" for one in facts.caveats(comparison, verdict)
-    )
-    blocks.html(
-        f'<div class="hero {status}">{blocks.badge(status)} <span class="pair">&nbsp;{blocks.text(pair)}</span>'
-        f'<p class="headline">{blocks.text(rows.full_sentence(head), 600)}</p>'
-        f'<p class="detail">{blocks.text(detail, 900)}</p>{caveats}'
-        f"{blocks.figures(_figures(comparison))}</div>"
-    )
-
-
-def _figures(comparison: Comparison) -> list[tuple[str, str, str]]:
-    groups = count(comparison.n_clusters, "group") if comparison.n_clusters else ""
-    items = [(blocks.term("probe", "Probes"), f"{comparison.n_probes:,}", blocks.text(groups))]
-    kinds = facts.replicates(comparison)
-    number = len(comparison.replicates)
-    items.append(
-        (
-            blocks.term("replicate", "Replicates"),
-            str(number),
-            blocks.text(kinds.partition("(")[2].rstrip(")")),
-        )
-    )
-    found = comparison.predictions
-    if "accuracy_before" in found:
-        accuracy = change(found["accuracy_before"], found["accuracy_after"])
-        items.append(("Accuracy", accuracy, f"{found['newly_wrong']} became wrong, {found['fixed']} right"))
-    if "changed" in found:
-        items.append(("Changed class", f"{found['changed']:,}", f"of {found['n']:,} predictions"))
-    distance = next(comparison.find("*", "js_distance"), None)
-    if distance is not None and distance.value is not None:
-        items.append(
-            (blocks.term("JS distance"), quantity("js_distance", distance.value), "mean over probes; 0 to 1")
-        )
-    for one in comparison.confirmations[:1]:
-        word = "confirmed" if one.confirmed else "not confirmed"
-        items.append(
-            ("Occlusion", word, f"{blocks.text(one.region)}: logit {quantity('logit', one.difference)}")
-        )
-    return items
-
-
 def _filters(comparison: Comparison, answers: Any) -> Selected | None:
     if answers is None:
         if comparison.kind == "paired":
@@ -144,7 +98,8 @@ def _filters(comparison: Comparison, answers: Any) -> Selected | None:
     chosen = selection.choose(answers)
     if chosen.filtered and len(chosen.rows):
         blocks.note(
-            f"<b>{len(chosen.rows):,} of {chosen.total:,} probes.</b> The plots show this selection; the verdict "
+            f"<b>{len(chosen.rows):,} of {chosen.total:,} probes.</b> The plots show this selection; "
+            "the verdict "
             "above is about all probes, and a selection made after looking proves nothing by itself."
         )
     return chosen
@@ -204,11 +159,11 @@ def _forest(comparison: Comparison, cells: Sequence[Cell], verdict: Verdict | No
             return
         judged = rows.judged_by(verdict)
         lines = [
-            charts.Line(charts.name_of(c), c, tuple(judged.get(rows.cell_key(c), ()))) for c in found[:40]
+            forest.Line(charts.name_of(c), c, tuple(judged.get(rows.cell_key(c), ()))) for c in found[:40]
         ]
-        st.altair_chart(charts.forest(lines, theme.palette()), alt=f"Shift of {len(lines)} regions")
+        st.altair_chart(forest.forest(lines, theme.palette()), alt=f"Shift of {len(lines)} regions")
         _legend(level)
-        far = charts.far_limits(lines)
+        far = forest.far_limits(lines)
         if far:
             blocks.note(f"Limits far outside the plot: {blocks.text('; '.join(far))}.")
         if len(found) > 40:
@@ -313,45 +268,17 @@ def _segments(comparison: Comparison) -> None:
         region = state.get("region")
         region = region if region in regions else _largest(comparison, regions)
         lines = [
-            charts.Line(blocks.clip(str(c.segment), 40), c)
+            forest.Line(blocks.clip(str(c.segment), 40), c)
             for c in found
             if c.region == region and c.effect == _effect(comparison)
         ]
         blocks.note(f"Region: <b>{blocks.text(region)}</b>, as chosen above.")
-        st.altair_chart(charts.forest(lines[:30], theme.palette()), alt=f"Shift of {region} by segment")
+        st.altair_chart(forest.forest(lines[:30], theme.palette()), alt=f"Shift of {region} by segment")
 
 
 def _largest(comparison: Comparison, regions: Sequence[str]) -> str:
     ranked = rows.by_size(shifts(comparison.cells, _effect(comparison)))
     return next((c.region for c in ranked if c.region in regions), regions[0])
-
-
-def _rules(verdict: Verdict | None) -> None:
-    with blocks.section("What the policy asked", "Every rule with its value, pass or fail."):
-        if verdict is None:
-            blocks.note("No policy was judged: give the audit.toml [[gate.rules]] and run `audit gate`.")
-            return
-        blocks.html("".join(_rule(rows.rule_row(found)) for found in rows.worst_first(verdict.rules)))
-
-
-def _rule(row: rows.RuleRow) -> str:
-    notes = "".join(f'<p class="note">{blocks.text(one)}</p>' for one in row.notes)
-    numbers = blocks.figures(
-        (
-            (blocks.term("share", "share"), blocks.text(row.levels), ""),
-            (blocks.term("shift", "observed"), blocks.text(row.value), blocks.text(row.excess)),
-            (blocks.term("interval"), blocks.text(row.interval or "–"), ""),
-            (blocks.term("limit", "allowed"), blocks.text(row.limit), blocks.text(row.warn)),
-            (blocks.term("noise floor"), blocks.text(row.floor), blocks.text(row.replicates)),
-            (blocks.term("detectable"), blocks.text(row.detectable), ""),
-            ("probes", blocks.text(row.probes), ""),
-        )
-    )
-    return (
-        f'<div class="rule"><header>{blocks.badge(row.outcome)} <b>{blocks.text(row.where)}</b>'
-        f'<span class="soft">{blocks.text(row.condition)}</span></header>'
-        f"<p>{blocks.text(row.sentence, 700)}</p>{notes}{numbers}</div>"
-    )
 
 
 def same_pair(comparison: Comparison, manifests: Sequence[Mapping[str, Any]]) -> dict[str, str]:

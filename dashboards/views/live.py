@@ -16,7 +16,8 @@ from audit.report.wording import number
 from dashboards import blocks, content, data, state
 from dashboards.content import Content
 from dashboards.views import compare
-from dashboards.views.probe import WHOLE, draw_pair
+from dashboards.views.maps import draw_pair
+from dashboards.views.probe import WHOLE
 
 LIMIT_VARIABLE = "ROLLOUT_AUDIT_LIVE_GB"
 DEFAULT_LIMIT = 4.0
@@ -64,7 +65,8 @@ def _specs(name: str) -> list[RunSpec]:
     need, limit = memory_estimate(*specs), float(os.environ.get(LIMIT_VARIABLE) or DEFAULT_LIMIT)
     if need > limit:
         st.info(
-            f"Both checkpoints together need about {need:.1f} GB, more than the {limit:g} GB this page may take; "
+            f"Both checkpoints together need about {need:.1f} GB, more than the {limit:g} GB this page "
+            "may take; "
             f"set {LIMIT_VARIABLE} higher to allow it.",
             icon=":material/memory:",
         )
@@ -77,7 +79,8 @@ def _start(specs: Sequence[RunSpec]) -> bool:
     from audit.pipeline import memory_estimate
 
     blocks.note(
-        f"This loads both checkpoints into memory (about {max(0.01, memory_estimate(*specs)):.2f} GB) on this machine. "
+        f"This loads both checkpoints into memory (about {max(0.01, memory_estimate(*specs)):.2f} GB) "
+        "on this machine. "
         "What you type is not stored."
     )
     started = st.button("Load both checkpoints", icon=":material/bolt:", type="primary")

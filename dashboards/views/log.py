@@ -32,7 +32,8 @@ def _approvals() -> None:
             blocks.warn(problem)
         if not listing.manifests:
             blocks.note(
-                "Nothing has been approved. The dashboard only reads; an approval is given on the command line, "
+                "Nothing has been approved. The dashboard only reads; an approval is given on the "
+                "command line, "
                 "with a name and a reason."
             )
             return

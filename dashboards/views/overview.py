@@ -15,7 +15,7 @@ from audit.report import rows
 from audit.report.wording import count, quantity, span
 from dashboards import blocks, data, state
 
-PAGE = 20
+PAGE = 12
 ORDER = ("ERROR", "FAIL", "INCONCLUSIVE", "PASS", "COMPARED")
 EVERY = "all"
 
@@ -230,8 +230,8 @@ def sparkline(values: Sequence[float | None]) -> str:
     if len(known) < 2:
         return ""
     top = max(known) or 1.0
-    last = quantity("shift", known[-1], signed=False)
-    title = f"Largest shift in the last {len(known)} audits; now {last}, highest {quantity('shift', top, signed=False)}"
+    last, highest = (quantity("shift", value, signed=False) for value in (known[-1], top))
+    title = f"Largest shift in the last {len(known)} audits; now {last}, highest {highest}"
     bars = "".join(f'<i style="height:{max(4, round(100 * value / top))}%"></i>' for value in known)
     return f'<div class="spark" role="img" aria-label="{escape(title)}" title="{escape(title)}">{bars}</div>'
 

@@ -78,7 +78,8 @@ def _choose(manifests: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     asked = state.get("run")
     if asked is not None and asked not in by_name:
         st.warning(
-            f"The link asks for {blocks.plain(asked, 40)}, which is not in this store (it may have been removed). "
+            f"The link asks for {blocks.plain(asked, 40)}, which is not in this store (it may have been "
+            "removed). "
             "The newest run is shown instead.",
             icon=":material/link_off:",
         )

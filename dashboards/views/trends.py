@@ -10,7 +10,7 @@ import streamlit as st
 from audit.records import RuleVerdict
 from audit.report import rows
 from audit.report.wording import count
-from dashboards import blocks, charts, data, state, theme
+from dashboards import blocks, charts, data, forest, state, theme
 from dashboards.views.overview import models
 
 LONGEST = 200
@@ -34,7 +34,8 @@ def page() -> None:
     history = model.history[-LONGEST:]
     if len(history) < 2:
         st.info(
-            f"{blocks.plain(model.name, 80)} has been audited once. A trend begins with the second audit; `audit serve` runs "
+            f"{blocks.plain(model.name, 80)} has been audited once. A trend begins with the second "
+            "audit; `audit serve` runs "
             "audits on a schedule.",
             icon=":material/timeline:",
         )
@@ -83,15 +84,17 @@ def _draw(history: Sequence[Mapping[str, Any]]) -> None:
             end
             for r in rows.rules_of(newest)
             if r.region == region and r.rule.kind == "limit" and r.rule.measure == "shift"
-            for end in charts.zone(r, 0.0) or ()
+            for end in forest.zone(r, 0.0) or ()
             if abs(end) != float("inf")
         }
     )
     given = [str(one["provenance"]["time"]) for one in data.approvals().manifests]
     st.altair_chart(charts.trend(found, limits, given, theme.palette()), alt=f"Shift of {region} over time")
     blocks.note(
-        f"{count(len(found), 'audit')} of <b>{blocks.text(region)}</b>: mean shift with its interval. Dashed: the limit "
-        "of today's policy. Vertical: approvals. Many looks find a false alarm sooner or later: judge a trend, not "
+        f"{count(len(found), 'audit')} of <b>{blocks.text(region)}</b>: mean shift with its interval. "
+        "Dashed: the limit "
+        "of today's policy. Vertical: approvals. Many looks find a false alarm sooner or later: judge a "
+        "trend, not "
         "one point."
     )
     import polars as pl

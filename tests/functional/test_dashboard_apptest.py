@@ -16,7 +16,7 @@ from streamlit.testing.v1 import AppTest
 
 from audit.records import Cell, Outcome, Rule, RuleVerdict
 from audit.store import Store
-from dashboards import charts, probe_view
+from dashboards import charts, forest, probe_view
 from dashboards.content import CONFIGS_VARIABLE
 from dashboards.data import STORE_VARIABLE
 from dashboards.theme import LIGHT
@@ -237,10 +237,16 @@ def test_verdicts_of_the_log_name_a_changed_policy_and_repeated_attempts() -> No
 def test_models_put_the_worst_newest_verdict_first() -> None:
     def manifest(after: str, outcome: str, day: int) -> dict[str, object]:
         return {
-            "comparison_id": f"cmp-{after}{day}", "before": {"checkpoint": "base"}, "after": {"checkpoint": after},
-            "method": "rollout", "kind": "paired", "outcome": outcome, "n_probes": 1, "replicates": [],
+            "comparison_id": f"cmp-{after}{day}",
+            "before": {"checkpoint": "base"},
+            "after": {"checkpoint": after},
+            "method": "rollout",
+            "kind": "paired",
+            "outcome": outcome,
+            "n_probes": 1,
+            "replicates": [],
             "provenance": {"time": f"2026-01-{day:02d}T00:00:00+00:00"},
-        }  # fmt: skip
+        }
 
     stored = [manifest("a", "FAIL", 1), manifest("a", "PASS", 2), manifest("b", "INCONCLUSIVE", 1)]
     found = overview.models(stored)
@@ -261,7 +267,7 @@ def test_models_put_the_worst_newest_verdict_first() -> None:
     ],
 )
 def test_zone_is_what_the_rule_allows(rule: Rule, expected: tuple[float, float] | None) -> None:
-    zone = charts.zone(RuleVerdict(rule, "r", Outcome.PASS, ""), 0.01)
+    zone = forest.zone(RuleVerdict(rule, "r", Outcome.PASS, ""), 0.01)
     assert zone == (None if expected is None else pytest.approx(expected))
 
 
