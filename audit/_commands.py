@@ -26,6 +26,7 @@ def register(app: typer.Typer) -> None:
     """Add these commands to the command line."""
     for command in (approve, verify):
         app.command()(command)
+    app.command(name="import")(import_)
 
 
 def approve(
@@ -82,6 +83,25 @@ def verify(
         say("\n".join([*found.notes, *found.problems, f"{counts}, {len(found.problems)} problems"]))
     if found.problems:
         raise typer.Exit(int(ExitCode.STORE))
+
+
+def import_(
+    maps: Annotated[Path, typer.Argument(help="Maps made elsewhere: .parquet or .npz.")],
+    name: Annotated[str | None, typer.Option(help="Name of the checkpoint they belong to.")] = None,
+    method: Annotated[str, typer.Option(help="Name of the attribution method.")] = "imported",
+    normalize: Annotated[bool, typer.Option(help="Divide each map by its sum.")] = False,
+    probes: Annotated[Path | None, typer.Option(help="The probe set, if no --config names it.")] = None,
+    config: Config = None,
+    store: StoreUrl = None,
+    as_json: Json = False,
+) -> None:
+    """Store maps of any attribution method as a run, to be compared and gated like any other."""
+    from audit.pipeline import import_for
+
+    settings, where = _settings(config, store)
+    given = {"name": name, "method": method, "normalize": normalize}
+    run_id = import_for(settings, maps, where, probes=probes, **given)
+    say(json.dumps({"run_id": run_id}) if as_json else run_id)
 
 
 def _existing(url: str | None) -> Store:

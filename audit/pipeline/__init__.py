@@ -11,6 +11,7 @@ from audit.pipeline.confirm import confirm_regions
 from audit.pipeline.examples import example_maps
 from audit.pipeline.floor import freeze_floor, read_floor
 from audit.pipeline.gate import compare_config, freeze_config_floor, gate_comparison, gate_runs, run_audit
+from audit.pipeline.imported import import_for, import_maps
 from audit.pipeline.initial import write_initial_config
 from audit.pipeline.live import capture_one, load_run_checkpoint, memory_estimate
 from audit.pipeline.maps import compute_maps, compute_reliance
@@ -39,6 +40,8 @@ __all__ = [
     "freeze_floor",
     "gate_comparison",
     "gate_runs",
+    "import_for",
+    "import_maps",
     "load_run_checkpoint",
     "memory_estimate",
     "plan_audit",

@@ -15,7 +15,7 @@ from audit.errors import NothingEvaluatedError, ProbeError
 from audit.metrics import js_distance, wasserstein
 from audit.pipeline.predictions import prediction_changes
 from audit.pipeline.runs import RunData, StoredRun, mismatches, read_run
-from audit.records import Cell, Column, Comparison, Policy, ShareTable
+from audit.records import Cell, Column, Comparison, Policy, RunRef, ShareTable
 from audit.store import Store
 
 Run = RunData | StoredRun
@@ -115,11 +115,18 @@ def outline(
         after=after.ref,
         replicates=tuple(one.ref for one in replicates),
         replicate_kinds=tuple(one.ref.kind or "seed" for one in replicates),
-        same_weights=before.ref.weights_digest == after.ref.weights_digest if paired else None,
+        same_weights=_same_weights(before.ref, after.ref) if paired else None,
         mismatches=mismatches(before, after, *replicates),
         method=after.identity["method"].split(" ")[0],
         settings=settings,
     )
+
+
+def _same_weights(before: RunRef, after: RunRef) -> bool | None:
+    """Return whether two runs are of one checkpoint; None where the maps were made elsewhere."""
+    if not (before.weights_digest and after.weights_digest):
+        return None
+    return before.weights_digest == after.weights_digest
 
 
 def compare_subset(
