@@ -58,13 +58,19 @@ def main() -> None:
         note(f"audit: {error}")
         sys.exit(int(error.exit_code))
     except (KeyboardInterrupt, typer.Abort):
-        note("audit: interrupted; run the same command again to resume")
-        sys.exit(int(ExitCode.INTERRUPTED))
+        _interrupted()
     except typer.Exit as stop:
         sys.exit(stop.exit_code)
     except Exception as error:
         _usage_or_bug(error)
+    if code == ExitCode.INTERRUPTED:  # what the parser makes of Ctrl-C
+        _interrupted()
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _interrupted() -> None:
+    note("audit: interrupted; run the same command again to resume")
+    sys.exit(int(ExitCode.INTERRUPTED))
 
 
 def _usage_or_bug(error: Exception) -> None:

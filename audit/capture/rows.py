@@ -100,7 +100,7 @@ def decide_row(checkpoint: Checkpoint, row: str, longest: Encoded) -> OutputRow:
         return OutputRow("mask", kind="mask")
     if checkpoint.task == "causal-lm":
         return OutputRow("last", groups=_FIXED["last"])
-    if checkpoint.task in ("token-classification", "question-answering"):
+    if checkpoint.task in ("token-classification", "question-answering", "ctc"):
         return OutputRow("mean", groups=_FIXED["mean"])
     if checkpoint.has_head:
         return _measured_row(checkpoint, longest)
@@ -127,6 +127,11 @@ def _measured_row(checkpoint: Checkpoint, longest: Encoded) -> OutputRow:
         raise CaptureError(
             f"{type(core_model(checkpoint.model)).__name__}: cannot tell which row its head reads; "
             "set [method] row"
+        )
+    if not np.isfinite(gradient).all():
+        raise CaptureError(
+            f"probe {longest.probe.id}: the checkpoint's output is NaN or infinite; its weights are damaged, "
+            "or its dtype overflows: load it in float32"
         )
     groups = _groups(gradient)
     if not groups or len(groups) > 3:

@@ -11,7 +11,7 @@ from audit.compare import compare_tables
 from audit.config import AuditConfig
 from audit.errors import ProbeError
 from audit.pipeline.loader import LOADER
-from audit.pipeline.plan import Progress, RunPlan, load_probes, plan_run
+from audit.pipeline.plan import Progress, RunPlan, frozen_elsewhere, load_probes, plan_run
 from audit.pipeline.runs import read_run
 from audit.probes import load_annotations
 from audit.records import (
@@ -71,7 +71,7 @@ def confirm_regions(
         if rule.outcome is Outcome.FAIL and rule.region not in NOT_OCCLUDED:
             failing.setdefault(rule.region, rule)
     known = [config.checkpoints[role].path for role in ("before", "after") if role in config.checkpoints]
-    if not failing or len(known) < 2 or None in known:
+    if not failing or len(known) < 2 or None in known or frozen_elsewhere(config):
         return ()
     before, after = plan_run(config, "before"), plan_run(config, "after")
     regions = {region.name: region for region in after.spec.regions}

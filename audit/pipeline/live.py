@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from audit.errors import CheckpointError
-from audit.pipeline.loader import load
-from audit.pipeline.plan import CheckpointSource
 from audit.records import Captured, Checkpoint, Probe, RunSpec
 
 if TYPE_CHECKING:

@@ -126,8 +126,7 @@ def frozen_elsewhere(config: AuditConfig) -> bool:
         return False
     try:
         checkpoint_info(section.path, revision=section.revision, adapter=section.adapter)
-    except CheckpointError as error:
-        LOG.info("the baseline frozen in the floor is used, because %s", error)
+    except CheckpointError:
         return True
     return False
 

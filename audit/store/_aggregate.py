@@ -8,7 +8,7 @@ from pathlib import Path
 
 from audit.errors import StoreError
 from audit.schema import arrow_schema
-from audit.store._rows import PartWriter
+from audit.store._rows import PartWriter, read_table
 
 
 def probe_ids(run: Path, run_id: str) -> list[str]:
@@ -25,22 +25,19 @@ def probe_ids(run: Path, run_id: str) -> list[str]:
 
 
 def _column(path: Path, name: str) -> list[str]:
-    import pyarrow.parquet as pq
-
-    values: list[str] = pq.read_table(path, columns=[name], partitioning=None).column(0).to_pylist()
+    values: list[str] = read_table(path, [name]).column(0).to_pylist()
     return values
 
 
 def write_aggregate(target: Path, run: Path) -> int:
     """Write the region aggregate of the run's reliance and layers; return its rows."""
     import duckdb
-    import pyarrow.parquet as pq
 
     query = (resources.files("audit") / "sql" / "aggregate.sql").read_text()
     with duckdb.connect() as connection:
         connection.execute("SET threads = 1")
         for table in ("reliance", "layers"):
-            connection.register(table, pq.read_table(run / f"{table}.parquet", partitioning=None))
+            connection.register(table, read_table(run / f"{table}.parquet"))
         result = connection.sql(query).to_arrow_table()
     schema = arrow_schema("aggregate")
     with PartWriter(target, "aggregate") as writer:

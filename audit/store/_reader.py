@@ -14,7 +14,7 @@ from audit.errors import StoreError
 from audit.records import Column, Map, Prediction, ShareTable
 from audit.schema import arrow_schema
 from audit.store._files import MANIFEST, check_file, read_json, read_sealed
-from audit.store._rows import read_maps, read_vectors
+from audit.store._rows import read_maps, read_table, read_vectors
 
 if TYPE_CHECKING:
     import polars as pl
@@ -117,9 +117,7 @@ def read_frame(paths: list[Path], table: str, probe_ids: Collection[str] | None 
 
 def read_predictions(paths: list[Path]) -> dict[str, Prediction]:
     """Return predictions by probe id."""
-    import pyarrow.parquet as pq
-
-    rows = [row for path in paths for row in pq.read_table(path, partitioning=None).to_pylist()]
+    rows = [row for path in paths for row in read_table(path).to_pylist()]
     return {row["probe_id"]: Prediction(**_prediction_fields(row)) for row in rows}
 
 
@@ -190,9 +188,7 @@ def share_table(predictions: Path, reliance: Path, layers: Path | None) -> Share
     layers : Path or None
         When given, columns of single layers follow those of the whole stack.
     """
-    import pyarrow.parquet as pq
-
-    ids = pq.read_table(predictions, columns=["probe_id"], partitioning=None).column(0).to_pylist()
+    ids = read_table(predictions, ["probe_id"]).column(0).to_pylist()
     parts = [_columns_of(reliance, layered=False)]
     if layers is not None:
         parts.append(_columns_of(layers, layered=True))
@@ -211,9 +207,8 @@ def share_table(predictions: Path, reliance: Path, layers: Path | None) -> Share
 def _columns_of(path: Path, *, layered: bool) -> tuple[Any, ...]:
     """Return probes, their codes, columns in order of first appearance, their codes, and shares."""
     import pyarrow.compute as pc
-    import pyarrow.parquet as pq
 
-    table = pq.read_table(path, partitioning=None)
+    table = read_table(path)
     if layered:
         table = table.filter(pc.is_valid(table["layer"]))
     probes = table["probe_id"].combine_chunks().dictionary_encode()

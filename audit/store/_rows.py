@@ -72,6 +72,14 @@ class PartWriter:
         self.rows += table.num_rows
 
 
+def read_table(path: Path, columns: list[str] | None = None) -> Any:
+    """Return a Parquet file as an Arrow table; the reader of pyarrow's own ``read_table`` loads pandas."""
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as file:
+        return file.read(columns)
+
+
 def open_parquet(path: Path, schema: Any) -> Any:
     """Return a Parquet writer with the store's fixed encodings."""
     import pyarrow as pa
