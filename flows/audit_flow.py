@@ -88,7 +88,7 @@ def gate_task(config_path: str, allow: tuple[str, ...]) -> str:
     create_markdown_artifact(
         key=f"verdict-{audit_name(config_path)}",
         markdown=to_markdown(comparison, verdict, context=context),
-        description=f"{verdict.outcome}: {verdict.sentence}",
+        description=f"{identifier}: {verdict.outcome}, {verdict.sentence}",
     )
     return identifier
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
-from prefect import Task, task
+from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.states import Failed
@@ -20,14 +20,19 @@ RETRY_SECONDS = [2.0, 20.0]
 """Seconds before the first and the second retry."""
 
 
-def step(name: str, run_name: str) -> Callable[[Callable[P, R]], Task[P, R]]:
-    """Make a function a task that is retried while its trouble may pass, and never cached.
+def step(name: str, run_name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Run a function as a task that is retried while its trouble may pass, and never cached.
 
     Parameters
     ----------
     name : str
     run_name : str
         May name parameters of the function: ``"capture {role}"``.
+
+    Returns
+    -------
+    callable
+        A decorator. The decorated function returns and raises what the function does.
     """
     as_task = task(
         name=name,
@@ -37,7 +42,17 @@ def step(name: str, run_name: str) -> Callable[[Callable[P, R]], Task[P, R]]:
         retry_delay_seconds=RETRY_SECONDS,
         retry_condition_fn=is_passing_trouble,
     )
-    return lambda function: as_task(fails_in_one_line(function))
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        made: Any = as_task(fails_in_one_line(function))
+
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            return cast(R, made(*args, **kwargs, return_state=True).result())
+
+        return call
+
+    return decorate
 
 
 def fails_in_one_line(function: Callable[P, R]) -> Callable[P, R]:
