@@ -1,22 +1,34 @@
 """Attention of a loaded checkpoint, captured exactly and folded into maps.
 
 `capture` yields a map and a prediction for each probe; `check_probes` and `check_determinism` refuse
-beforehand what would fail later; `occlude` removes a region and watches the target logit.
+beforehand what would fail later; `occlude` removes a region and watches the target logit;
+`fit_head_weights` fits one weight per head on calibration probes.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from audit.capture.head_weights import HeadFit, fit_head_weights
     from audit.capture.occlusion import Occlusion, occlude
     from audit.capture.session import capture, check_determinism, check_probes
 
-__all__ = ["Occlusion", "capture", "check_determinism", "check_probes", "occlude"]
+__all__ = [
+    "HeadFit",
+    "Occlusion",
+    "capture",
+    "check_determinism",
+    "check_probes",
+    "fit_head_weights",
+    "occlude",
+]
 
 
 def __getattr__(name: str) -> Any:
     # transformers takes seconds to import: only when something is captured.
     if name in ("Occlusion", "occlude"):
         from audit.capture import occlusion as module
+    elif name in ("HeadFit", "fit_head_weights"):
+        from audit.capture import head_weights as module  # type: ignore[no-redef]
     elif name in __all__:
         from audit.capture import session as module  # type: ignore[no-redef]
     else:

@@ -279,10 +279,11 @@ def value_zeroing_distances(output: Array, zeroed: Array) -> Array:
             f"got {tuple(whole.shape)}"
         )
     check_finite("output", whole)
-    cosine = torch.nn.functional.cosine_similarity(without, whole[:, :, None], dim=-1)
+    rounding = 8 * torch.finfo(without.dtype).eps
+    # 1 - cos of nearly equal vectors cancels all digits of float32.
+    cosine = torch.nn.functional.cosine_similarity(without.double(), whole.double()[:, :, None], dim=-1)
     distance = (1 - cosine).clamp_min(0)
-    rounding = 8 * torch.finfo(distance.dtype).eps
-    return restore(torch.where(distance > rounding, distance, 0.0), zeroed)
+    return restore(torch.where(distance > rounding, distance, 0.0).to(without.dtype), zeroed)
 
 
 def identity_where_empty(contributions: Array, *, query_offset: int = 0) -> tuple[Array, Array]:
