@@ -282,11 +282,13 @@ def _all_zero(values: NDArray[np.float64]) -> bool:
 def map_distances(before: RunData, after: RunData) -> dict[tuple[str, Column], NDArray[np.float64]]:
     """Return each distance between the maps of two runs, per probe, for the stack and every layer.
 
-    NaN marks a probe whose maps have different positions (another tokenizer or patch grid).
+    NaN marks a probe whose maps have different positions (another tokenizer or patch grid), or one of
+    which is undefined.
     """
     rows: dict[tuple[str, Column], list[float]] = {}
     for one, other in zip(before.maps(), after.maps(), strict=True):
         comparable = one.probe_id == other.probe_id and len(one.weights) == len(other.weights)
+        comparable = comparable and bool(one.weights.any() and other.weights.any())  # undefined: no mass
         for name, distance in DISTANCES.items():
             key = (name, Column("*", one.stream))
             rows.setdefault(key, []).append(

@@ -12,6 +12,7 @@ from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from audit._method_parameters import TARGETED
 from audit.config import AuditConfig, CheckpointSection, ReplicateSection
 from audit.errors import CheckpointError, ConfigError, ProbeError
 from audit.models import checkpoint_info, compatible_targets
@@ -192,6 +193,7 @@ def plan_spec(config: AuditConfig, role: str, *, domain: bool = False, device: s
     source = checkpoint_source(config, role)
     info = checkpoint_info(source.ref, revision=source.revision, adapter=source.adapter)
     probes = load_probes(probe_source(config, domain=domain))
+    check_fixed_target(config, probes)
     return RunSpec(
         checkpoint=info,
         inputs_digest=probes.inputs_digest,
@@ -203,6 +205,22 @@ def plan_spec(config: AuditConfig, role: str, *, domain: bool = False, device: s
         settings=capture_settings(config, device),
         versions=numeric_versions(),
     )
+
+
+def check_fixed_target(config: AuditConfig, probes: ProbeSet) -> None:
+    """Refuse a method that explains one class where the class could differ between checkpoints.
+
+    Raises
+    ------
+    ConfigError
+        When neither a target nor labels say which class it is.
+    """
+    unlabelled = sum(probe.label is None for probe in probes)
+    if config.method.record().name in TARGETED and config.probes.target is None and unlabelled:
+        raise ConfigError(
+            f"method {config.method.name!r} explains one class, the same for every checkpoint, but "
+            f"{unlabelled} of {len(probes)} probes have no label; label them or set [probes] target"
+        )
 
 
 def checkpoint_source(config: AuditConfig, role: str) -> CheckpointSource:
@@ -249,6 +267,8 @@ def audit_regions(config: AuditConfig, probes: ProbeSet) -> tuple[Region, ...]:
 def target_name(config: AuditConfig) -> str:
     """Return how target classes are chosen, as text."""
     target = config.probes.target
+    if target is None and config.method.record().name in TARGETED:
+        return "label"  # a checkpoint's own prediction would explain another class on each
     return "auto" if target is None else str(target)
 
 
