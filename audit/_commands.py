@@ -24,7 +24,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 def register(app: typer.Typer) -> None:
     """Add these commands to the command line."""
-    for command in (approve, verify):
+    for command in (approve, verify, plan):
         app.command()(command)
     app.command(name="import")(import_)
 
@@ -83,6 +83,24 @@ def verify(
         say("\n".join([*found.notes, *found.problems, f"{counts}, {len(found.problems)} problems"]))
     if found.problems:
         raise typer.Exit(int(ExitCode.STORE))
+
+
+def plan(
+    config: Annotated[Path, typer.Argument(metavar="[CONFIG]", help="An audit.toml.")] = Path("audit.toml"),
+    shift: Annotated[
+        float | None, typer.Option(min=0.0, help="Shift to find, in content mass; default each rule's own.")
+    ] = None,
+    power: Annotated[float, typer.Option(min=0.5, max=0.999, help="Chance of finding it.")] = 0.9,
+    as_json: Json = False,
+) -> None:
+    """Tell how many probes and replicates the rules need, and how harmless candidates will end."""
+    from audit.config import load_config
+    from audit.pipeline import plan_sensitivity
+    from audit.report.planned import plan_table
+    from audit.serialize import to_json
+
+    found = plan_sensitivity(load_config(config), shift=shift or None, power=power)
+    say(json.dumps(to_json(found)) if as_json else plan_table(found))
 
 
 def import_(

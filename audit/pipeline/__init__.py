@@ -16,6 +16,7 @@ from audit.pipeline.initial import write_initial_config
 from audit.pipeline.live import capture_one, load_run_checkpoint, memory_estimate
 from audit.pipeline.maps import compute_maps, compute_reliance
 from audit.pipeline.plan import Progress, RunPlan, plan_audit, plan_run
+from audit.pipeline.planning import plan_sensitivity
 from audit.pipeline.publish import publish, report_context, write_html
 from audit.pipeline.verify import verify_store
 
@@ -46,6 +47,7 @@ __all__ = [
     "memory_estimate",
     "plan_audit",
     "plan_run",
+    "plan_sensitivity",
     "publish",
     "publish_run",
     "read_floor",
