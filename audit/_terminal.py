@@ -23,7 +23,7 @@ def progress_bars(*, enabled: bool = True) -> Iterator[Progress | None]:
         yield None
         return
     if not sys.stderr.isatty():
-        yield _line_per_stage
+        yield _line_per_stage()
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -46,9 +46,18 @@ def progress_bars(*, enabled: bool = True) -> Iterator[Progress | None]:
         yield report
 
 
-def _line_per_stage(stage: str, done: int, total: int) -> None:
-    if done >= total:
-        print(f"{stage}: {total}/{total}", file=sys.stderr, flush=True)
+def _line_per_stage() -> Progress:
+    """Return a callback that prints one line whenever a stage comes to its end."""
+    finished: set[str] = set()
+
+    def report(stage: str, done: int, total: int) -> None:
+        if done < total:
+            finished.discard(stage)
+        elif stage not in finished:
+            finished.add(stage)
+            print(f"{stage}: {total}/{total}", file=sys.stderr, flush=True)
+
+    return report
 
 
 def say(text: str) -> None:
