@@ -137,14 +137,14 @@ def link(name: str, label: str, icon: str | None = None, **selected: str) -> Non
 
 def share_link() -> None:
     """Say that the address is the link to this view."""
-    st.caption("The address in your browser is the link to exactly this view.")
+    note("The address in your browser is the link to exactly this view.")
 
 
 @contextlib.contextmanager
 def section(title: str | None = None, explanation: str | None = None) -> Iterator[None]:
     """Draw one part of a page; what cannot be read is said in its place, the rest still stands."""
     if title:
-        st.subheader(title, help=explanation, anchor=False)
+        st.header(title, help=explanation, anchor=False)
     try:
         yield
     except AuditError as error:

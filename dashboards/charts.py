@@ -272,7 +272,8 @@ def finish(chart: alt.LayerChart, height: int, colours: Palette) -> alt.LayerCha
             labelColor=colours.ink, titleColor=colours.soft, titleFontWeight="normal", labelFontSize=12.5
         )
         .configure_legend(labelColor=colours.soft, titleColor=colours.soft, titleFontWeight="normal")
-        .configure(background="transparent")
+        .configure(background="transparent", aria=False)
+        .configure_mark(aria=False)
     )
 
 

@@ -36,12 +36,16 @@ def page() -> None:
     """Draw the explanations."""
     st.title("Methods & limits", anchor=False)
     blocks.html(f'<div class="plain">{_text("about_map")}</div>')
-    st.subheader("What the verdicts mean", anchor=False)
-    blocks.html(blocks.table(("", ""), [(blocks.badge(name), blocks.text(what)) for name, what in VERDICTS]))
-    st.subheader("What a map cannot tell", anchor=False)
+    st.header("What the verdicts mean", anchor=False)
+    blocks.html(
+        blocks.table(
+            ("verdict", "meaning"), [(blocks.badge(name), blocks.text(what)) for name, what in VERDICTS]
+        )
+    )
+    st.header("What a map cannot tell", anchor=False)
     blocks.html(f'<div class="plain">{_text("about_limits")}</div>')
     _methods()
-    st.subheader("Words", anchor=False)
+    st.header("Words", anchor=False)
     blocks.html(blocks.table(("word", "meaning"), [(f"<b>{k}</b>", blocks.text(v)) for k, v in GLOSSARY]))
 
 
@@ -53,7 +57,7 @@ def _text(name: str) -> str:
 
 
 def _methods() -> None:
-    st.subheader("Methods in this store", anchor=False)
+    st.header("Methods in this store", anchor=False)
     names = sorted({str(one["spec"]["method"]["name"]) for one in data.runs().manifests})
     if not names:
         blocks.note("No run yet.")

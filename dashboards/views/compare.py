@@ -94,7 +94,7 @@ def _filters(comparison: Comparison, answers: Any) -> Selected | None:
         if comparison.kind == "paired":
             blocks.note("The runs of this comparison are no longer in the store: probes cannot be filtered.")
         return None
-    st.subheader("Which probes", anchor=False, help="Every plot and table below follows these filters.")
+    st.header("Which probes", anchor=False, help="Every plot and table below follows these filters.")
     chosen = selection.choose(answers)
     if chosen.filtered and len(chosen.rows):
         blocks.note(

@@ -124,7 +124,7 @@ def _input(spec: RunSpec, checkpoint: Any) -> Probe | None:
         return None
     example = _example(spec)
     text = st.text_area("Text", example, key=f"live text {spec.id}", height=90, max_chars=LONGEST)
-    st.caption("Ctrl-Enter, or a click outside, draws it.")
+    blocks.note("Ctrl-Enter, or a click outside, draws it.")
     return Probe("live", text=text) if text.strip() else None
 
 
@@ -135,7 +135,7 @@ def _image_input() -> Probe | None:
 
     file = st.file_uploader("Image", ["png", "jpg", "jpeg", "webp"], max_upload_size=10)
     if file is None:
-        st.caption("Give an image to see both maps.")
+        blocks.note("Give an image to see both maps.")
         return None
     try:
         pixels = np.asarray(Image.open(io.BytesIO(file.getvalue())).convert("RGB"))

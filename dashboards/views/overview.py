@@ -109,7 +109,7 @@ def _counts(found: Sequence[Model]) -> None:
         number = sum(model.outcome == outcome for model in found)
         if number:
             parts.append(f'<span class="{outcome}"><b>{number}</b>{outcome}</span>')
-    blocks.html(f'<div class="counts" role="list" aria-label="latest verdicts">{"".join(parts)}</div>')
+    blocks.html(f'<div class="counts" role="group" aria-label="latest verdicts">{"".join(parts)}</div>')
 
 
 def _news(manifests: Sequence[Mapping[str, Any]]) -> None:

@@ -178,7 +178,7 @@ def _controls(
     pairs: Sequence[tuple[Map, Map]],
 ) -> int | None:
     """Draw what can be switched; what the store does not hold is there, but switched off, with the reason."""
-    st.subheader("The map, before and after", anchor=False, help=blocks.GLOSSARY["rollout"])
+    st.header("The map, before and after", anchor=False, help=blocks.GLOSSARY["rollout"])
     first = pairs[0][0]
     depth = min((len(one.layers) if one.layers is not None else 0) for pair in pairs for one in pair)
     chosen: int | None = None

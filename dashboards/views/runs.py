@@ -99,49 +99,36 @@ def _choose(manifests: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 def _run(manifest: Mapping[str, Any]) -> None:
     spec, name = manifest["spec"], str(manifest["run_id"])
     checkpoint, settings = spec["checkpoint"], spec["settings"]
-    left, right = st.columns(2, gap="large")
-    with left:
-        st.subheader("Checkpoint", anchor=False)
-        blocks.html(
-            blocks.facts(
-                [
-                    ("from", checkpoint["ref"]),
-                    ("revision", checkpoint["revision"]),
-                    ("adapter", checkpoint["adapter"]),
-                    ("architecture", checkpoint["architecture"]),
-                    ("parameters", f"{checkpoint['parameters']:,}" if checkpoint["parameters"] else None),
-                    ("labels", ", ".join(checkpoint["labels"][:12])),
-                    ("digest", checkpoint["digest"]),
-                    ("weights", checkpoint["weights_digest"]),
-                    ("tokenizer", checkpoint["tokenizer_digest"]),
-                ]
-            )
-        )
-    with right:
-        st.subheader("Capture", anchor=False)
-        method = spec["method"]
-        blocks.html(
-            blocks.facts(
-                [
-                    (
-                        "method",
-                        " ".join([method["name"], *(f"{k}={v}" for k, v in method["params"].items())]),
-                    ),
-                    ("output row", method["row"]),
-                    ("probes", f"{manifest['n_probes']:,}"),
-                    ("inputs digest", spec["inputs_digest"]),
-                    ("annotations", spec["annotations_digest"]),
-                    ("regions", ", ".join(region["name"] for region in spec["regions"])),
-                    ("dtype", settings["dtype"]),
-                    ("attention", settings["attention_implementation"]),
-                    ("device", settings["device_type"]),
-                    ("versions", ", ".join(f"{k} {v}" for k, v in spec["versions"].items())),
-                    ("written", blocks.when(manifest["provenance"]["time"])),
-                    ("command", manifest["provenance"]["command"]),
-                    ("git revision", manifest["provenance"]["git_revision"]),
-                ]
-            )
-        )
+    method = spec["method"]
+    made_of = [
+        ("from", checkpoint["ref"]),
+        ("revision", checkpoint["revision"]),
+        ("adapter", checkpoint["adapter"]),
+        ("architecture", checkpoint["architecture"]),
+        ("parameters", f"{checkpoint['parameters']:,}" if checkpoint["parameters"] else None),
+        ("labels", ", ".join(checkpoint["labels"][:12])),
+        ("digest", checkpoint["digest"]),
+        ("weights", checkpoint["weights_digest"]),
+        ("tokenizer", checkpoint["tokenizer_digest"]),
+    ]
+    captured = [
+        ("method", " ".join([method["name"], *(f"{k}={v}" for k, v in method["params"].items())])),
+        ("output row", method["row"]),
+        ("probes", f"{manifest['n_probes']:,}"),
+        ("inputs digest", spec["inputs_digest"]),
+        ("annotations", spec["annotations_digest"]),
+        ("regions", ", ".join(region["name"] for region in spec["regions"])),
+        ("dtype", settings["dtype"]),
+        ("attention", settings["attention_implementation"]),
+        ("device", settings["device_type"]),
+        ("versions", ", ".join(f"{k} {v}" for k, v in spec["versions"].items())),
+        ("written", blocks.when(manifest["provenance"]["time"])),
+        ("command", manifest["provenance"]["command"]),
+        ("git revision", manifest["provenance"]["git_revision"]),
+    ]
+    halves = (("Checkpoint", made_of), ("Capture", captured))
+    content = "".join(f"<section><h2>{title}</h2>{blocks.facts(items)}</section>" for title, items in halves)
+    blocks.html(f'<div class="halves">{content}</div>')
     _verify(manifest)
     _used_in(name)
     _shares(name)
