@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from audit._terminal import say
+from audit._terminal import progress_bars, say
 from audit.errors import ExitCode, StoreError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 def register(app: typer.Typer) -> None:
     """Add these commands to the command line."""
-    for command in (approve, verify, plan):
+    for command in (approve, verify, plan, replicate):
         app.command()(command)
     app.command(name="import")(import_)
 
@@ -101,6 +101,20 @@ def plan(
 
     found = plan_sensitivity(load_config(config), shift=shift or None, power=power)
     say(json.dumps(to_json(found)) if as_json else plan_table(found))
+
+
+def replicate(
+    config: Annotated[Path, typer.Argument(metavar="[CONFIG]", help="An audit.toml.")] = Path("audit.toml"),
+    as_json: Json = False,
+) -> None:
+    """Train the harmless replicates that are missing, with the command of [[replicates]]."""
+    from audit.config import load_config
+    from audit.pipeline import train_replicates
+
+    with progress_bars() as progress:
+        trained = train_replicates(load_config(config), folder=config.resolve().parent, progress=progress)
+    lines = [f"{path}\t{'trained' if fresh else 'there already'}" for path, fresh in trained.items()]
+    say(json.dumps(trained) if as_json else "\n".join(lines))
 
 
 def import_(

@@ -51,7 +51,11 @@ class CheckpointSection(_Section):
 
 
 class ReplicateSection(_Section):
-    """Harmless re-trainings: a path or glob of checkpoints, a stored run, or a frozen floor."""
+    """Harmless re-trainings: a path or glob of checkpoints, a stored run, or a frozen floor.
+
+    With `command`, `audit replicate` trains the checkpoint of each of `seeds` (a number, or a list) at
+    `path`, in which ``{seed}`` stands for the seed.
+    """
 
     path: str | None = None
     run: str | None = None
@@ -60,9 +64,18 @@ class ReplicateSection(_Section):
     adapter: str | None = None
     revision: str | None = None
     trust_remote_code: bool = False
+    command: str | None = None
+    seeds: Annotated[int, Field(ge=1, le=1000)] | list[int] = 5
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
+        if self.command is not None:
+            for name, text in (("seed", self.command), ("out", self.command), ("seed", self.path or "")):
+                if f"{{{name}}}" not in text:
+                    where = "command" if text is self.command else "path"
+                    raise ValueError(f"{where} needs {{{name}}} when replicates are trained by a command")
+            if self.seeds == [] or (isinstance(self.seeds, list) and len(set(self.seeds)) < len(self.seeds)):
+                raise ValueError("seeds must be a number of seeds, or a list of different ones")
         if sum(source is not None for source in (self.path, self.run, self.floor)) != 1:
             raise ValueError('give exactly one of path = "…", run = "run-…" or floor = "floor.json"')
         return self
@@ -389,6 +402,14 @@ def _model_paths(source: CheckpointSection | ReplicateSection, base: Path) -> di
 def _expand_replicates(source: ReplicateSection, base: Path) -> list[ReplicateSection]:
     if source.floor is not None:
         return [source.model_copy(update={"floor": _inside(source.floor, base)})]
+    if source.command is not None and source.path is not None:
+        seeds = source.seeds if isinstance(source.seeds, list) else list(range(1, source.seeds + 1))
+        return [
+            source.model_copy(
+                update={"path": _inside(source.path.replace("{seed}", str(seed)), base), "seeds": [seed]}
+            )
+            for seed in seeds
+        ]
     if source.path is None or not glob.has_magic(source.path):
         return [source.model_copy(update=_model_paths(source, base))]
     found = sorted(glob.glob(str(base / Path(source.path).expanduser())))  # noqa: PTH207 (absolute patterns)

@@ -18,6 +18,7 @@ from audit.pipeline.maps import compute_maps, compute_reliance
 from audit.pipeline.plan import Progress, RunPlan, plan_audit, plan_run
 from audit.pipeline.planning import plan_sensitivity
 from audit.pipeline.publish import publish, report_context, write_html
+from audit.pipeline.replicate import train_replicates
 from audit.pipeline.verify import verify_store
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "report_context",
     "run_audit",
     "signers_of",
+    "train_replicates",
     "verify_store",
     "write_html",
     "write_initial_config",

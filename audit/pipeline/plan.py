@@ -236,6 +236,8 @@ def checkpoint_source(config: AuditConfig, role: str) -> CheckpointSource:
         raise ConfigError(
             f"this audit captures no checkpoint as {role!r}; give it a path in the configuration"
         )
+    if isinstance(section, ReplicateSection) and section.command and not Path(section.path).exists():
+        raise CheckpointError(f"{section.path} is not trained yet; `audit replicate` trains it")
     return CheckpointSource(section.path, section.revision, section.adapter, section.trust_remote_code)
 
 
