@@ -22,7 +22,10 @@ from audit.models import load_checkpoint
 from audit.probes import read_probes
 from audit.records import Checkpoint, Probe, ProbeSet
 
+pytestmark = pytest.mark.timeout(900)  # sixteen real trainings: over a minute of one idle core
+
 WITHIN = 0.02
+FUNCTION_WORDS = frozenset(text.function_words())
 Shares = dict[str, NDArray[np.float64]]
 
 
@@ -91,7 +94,7 @@ def one_review(checkpoint: Checkpoint, probe: Probe) -> dict[str, float]:
     inputs = checkpoint.processor(probe.text, return_offsets_mapping=True, return_tensors="pt")
     offsets = inputs.pop("offset_mapping")[0].tolist()
     row = cls_row(checkpoint.model, inputs)[0]
-    function = [[s, e] for s, e in offsets if probe.text[s:e].lower() in text.function_words()]
+    function = [[s, e] for s, e in offsets if probe.text[s:e].lower() in FUNCTION_WORDS]
     spans = {**probe.regions, "function": function}
     inside = {
         name: [e > s and any(s < end and start < e for start, end in spans[name]) for s, e in offsets]
