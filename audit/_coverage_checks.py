@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -11,17 +11,19 @@ from torch import Tensor
 
 from audit._coverage_configs import build_model
 from audit._coverage_inputs import random_inputs
-from audit.capture.batches import stack
+from audit.capture.engine import BatchFold
 from audit.capture.inputs import Encoded
-from audit.capture.layers import plan_capture
-from audit.capture.passes import active_plan, exclusive, run_model
+from audit.capture.layers import CapturePlan, plan_capture
+from audit.capture.passes import active_plan, exclusive, fold_batch, run_model
 from audit.capture.session import capture_prepared
+from audit.capture.settings import FoldSettings
 from audit.capture.streams import stream_positions
 from audit.errors import AuditError, CaptureError
-from audit.records import Captured, CaptureSettings, Checkpoint, CheckpointInfo, Method, Probe
+from audit.records import Captured, Checkpoint, CheckpointInfo, Method, Probe
 
 Status = Literal["supported", "fallback", "refused", "not_buildable"]
 TOLERANCE = 1e-5
+PADS = 3
 
 
 @dataclass(frozen=True)
@@ -44,42 +46,77 @@ def examine(model_type: str) -> Coverage:
     """
     try:
         model = build_model(model_type)
-        inputs = [random_inputs(model, seed=seed) for seed in range(3)]
-        run_alone(model, inputs[0])
+        inputs = runnable_inputs(model)
     except Exception as error:  # whatever transformers raises is the reason
         return Coverage(model_type, "not_buildable", _line(error))
+    try:
+        return _captured(model_type, model, inputs)
+    except AuditError as error:
+        if "implementation = 'eager'" not in str(error) or not _made_eager(model):
+            return Coverage(model_type, "refused", _line(error, name=False))
     try:
         return _captured(model_type, model, inputs)
     except AuditError as error:
         return Coverage(model_type, "refused", _line(error, name=False))
 
 
-def run_alone(model: Any, tensors: dict[str, Tensor]) -> None:
-    """Run one input without watching it."""
-    with exclusive(model):
-        run_model(model, tensors)
+def _made_eager(model: Any) -> bool:
+    """Switch to the eager kernels, as a user would who loads with attention_implementation = 'eager'."""
+    try:
+        model.set_attn_implementation("eager")
+    except (ValueError, AttributeError):
+        return False
+    return True
+
+
+def runnable_inputs(model: Any, count: int = 3) -> list[dict[str, Tensor]]:
+    """Return `count` random inputs of the plainest kind that `model` runs on.
+
+    Raises
+    ------
+    Exception
+        What the model raised on the first kind, when it runs on none.
+    """
+    failure: Exception | None = None
+    for kind, tensors in enumerate(random_inputs(model)):
+        try:
+            with exclusive(model):
+                run_model(model, tensors)
+        except Exception as error:  # the next kind may do
+            failure = failure or error
+            continue
+        others = [list(random_inputs(model, seed=seed))[kind] for seed in range(1, count)]
+        return [tensors, *others]
+    raise failure or ValueError("its forward method takes no text, image or sound")
 
 
 def _captured(model_type: str, model: Any, inputs: list[dict[str, Tensor]]) -> Coverage:
     subject = _checkpoint(model_type, model)
     plan = active_plan(model, plan_capture(model), inputs[0])
-    encoded = [
-        Encoded(Probe(f"p-{i}"), tensors, stream_positions(model, plan, tensors))
-        for i, tensors in enumerate(inputs)
-    ]
-    together = list(capture_prepared(subject, encoded, method=Method(row="last")))
-    alone = [next(capture_prepared(subject, [item], method=Method(row="last"))) for item in encoded]
+    encoded = [_encoded(i, tensors, model, plan) for i, tensors in enumerate(inputs)]
+    together = _capture(subject, encoded)
+    alone = [_capture(subject, [item])[0] for item in encoded]
     _compare(together, alone, "a probe's map depends on the other probes of its batch")
-    padded = _padded(encoded)
-    if padded is not None:
-        settings = CaptureSettings(batch_tokens=10**6)
-        found = list(capture_prepared(subject, padded, method=Method(row="last"), settings=settings))
-        _compare(found, alone, "a probe's map depends on padding")
+    if "attention_mask" in inputs[0] and plan.wiring == "single":
+        _compare_padded(model, plan, encoded[0])
     hooks = plan.has_hooks
-    layers = together[0].maps[0].layers
+    layers = [0 if one.layers is None else len(one.layers) for one in together[0].maps]
     how = "weights returned by the layers" if hooks else "attention interface"
-    what = f"{0 if layers is None else len(layers)} layers through {how}"
-    return Coverage(model_type, "fallback" if hooks else "supported", what)
+    streams = " and ".join(
+        f"{n} layers ({one.stream})" for n, one in zip(layers, together[0].maps, strict=True)
+    )
+    return Coverage(model_type, "fallback" if hooks else "supported", f"{streams} through {how}")
+
+
+def _encoded(index: int, tensors: dict[str, Tensor], model: Any, plan: CapturePlan) -> Encoded:
+    positions = stream_positions(model, plan, tensors)
+    if len(positions) == 2 and "vision" in plan.stacks[0]:
+        positions = positions[::-1]
+    return Encoded(Probe(f"p-{index}"), tensors, positions[0], second=positions[1] if positions[1:] else None)
+
+
+def _capture(subject: Checkpoint, encoded: list[Encoded]) -> list[Captured]:
+    return list(capture_prepared(subject, encoded, method=Method(row="last")))
 
 
 def _compare(found: list[Captured], expected: list[Captured], message: str) -> None:
@@ -91,8 +128,25 @@ def _compare(found: list[Captured], expected: list[Captured], message: str) -> N
                 raise CaptureError(f"{message} (by {error:.2g})")
 
 
-def _padded(encoded: list[Encoded]) -> list[Encoded] | None:
-    return None
+def _compare_padded(model: Any, plan: CapturePlan, item: Encoded) -> None:
+    """Check that pads behind (before, in a causal model that wants it) a probe change nothing."""
+    n, tensors = len(item), item.tensors
+    extra = {
+        key: t for key, t in tensors.items() if t.dim() >= 2 and t.shape[1] == n and key != "pixel_values"
+    }
+    padded = {**tensors, **{key: torch.cat([t, t[:, :PADS] * 0], dim=1) for key, t in extra.items()}}
+    if tensors["attention_mask"].shape[1] != n:
+        return
+    rows = []
+    for inputs, size in ((tensors, n), (padded, n + PADS)):
+        read, valid = torch.zeros(1, size), torch.zeros(1, size, dtype=torch.bool)
+        read[0, n - 1], valid[0, :n] = 1, True
+        fold = BatchFold(FoldSettings(), read, valid)
+        fold_batch(model, plan, inputs, fold)
+        rows.append(fold.final_row()[0, :n])
+    error = float((rows[0] - rows[1]).abs().max())
+    if not error <= TOLERANCE:
+        raise CaptureError(f"a probe's map depends on padding (by {error:.2g})")
 
 
 def _checkpoint(model_type: str, model: Any) -> Checkpoint:

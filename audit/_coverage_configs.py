@@ -5,7 +5,10 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from audit._coverage_recipes import RECIPES
 
 LARGEST = 60_000_000  # parameters
 WIDTH, HEADS, HEAD, LAYERS, VOCABULARY = 32, 4, 8, 2, 128
@@ -45,20 +48,11 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"num_conv_pos_embeddings", 16),
     (r"num_mel_bins|feature_size|n_mels", 16),
 )
-_KEEP = frozenset(
-    {"num_channels", "in_channels", "num_labels", "output_hidden_size", "chunk_size_feed_forward"}
+_KEEP = re.compile(
+    r"num_channels|in_channels|num_labels|output_hidden_size|chunk_size_feed_forward|num_feat_extract_layers"
+    r"|.*feature_layer\w*|.*conv.*layers|mask_.*|out_hidden_size|num_out_layers"
 )
-# Derived from other keys by the config itself.
-_RECOMPUTED = frozenset({"layer_types", "mlp_layer_types", "layers_block_type", "head_dim_list"})
-
-
-def _tiny_value(key: str, value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int) or key in _KEEP or value <= 0:
-        return None
-    for pattern, size in _SIZES:
-        if re.fullmatch(pattern, key):
-            return min(size, value)
-    return None
+_LISTS = {"depths": 2, "num_heads": 4, "num_attention_heads": 4, "layers": 2}
 
 
 def tiny_config(cls: type[Any], changes: Mapping[str, Any] | None = None) -> Any:
@@ -73,14 +67,10 @@ def tiny_config(cls: type[Any], changes: Mapping[str, Any] | None = None) -> Any
     changes = dict(changes or {})
     default = cls()
     given: dict[str, Any] = {}
-    accepted = set(inspect.signature(cls.__init__).parameters) | set(vars(default))
-    parts = {k: v for k, v in vars(default).items() if hasattr(v, "to_dict") and hasattr(v, "model_type")}
-    for key, part in parts.items():
-        own = changes.pop(key, {})
-        given[key] = tiny_config(type(part), own).to_dict()
     for key, value in vars(default).items():
-        small = _tiny_value(key, value)
-        if small is not None and key in accepted:
+        if hasattr(value, "to_dict") and hasattr(value, "model_type"):
+            given[key] = tiny_config(type(value), changes.pop(key, None)).to_dict()
+        elif (small := _tiny_value(key, value)) is not None:
             given[key] = small
     _settle_heads(default, given)
     _settle_ids(default, given)
@@ -88,12 +78,22 @@ def tiny_config(cls: type[Any], changes: Mapping[str, Any] | None = None) -> Any
     return cls(**{**given, **changes})
 
 
+def _tiny_value(key: str, value: Any) -> Any:
+    if key in _LISTS and isinstance(value, (list, tuple)) and value and isinstance(value[0], int):
+        return [min(_LISTS[key], x) if key == "depths" else _LISTS[key] for x in value]
+    if isinstance(value, bool) or not isinstance(value, int) or _KEEP.fullmatch(key) or value <= 0:
+        return None
+    return next((min(size, value) for pattern, size in _SIZES if re.fullmatch(pattern, key)), None)
+
+
 def _settle_heads(default: Any, given: dict[str, Any]) -> None:
     """Keep as many key heads as query heads where the family has no grouped queries."""
-    heads = getattr(default, "num_attention_heads", None)
-    groups = getattr(default, "num_key_value_heads", None)
-    if heads is not None and groups == heads:
+    known = vars(default)
+    heads, groups = known.get("num_attention_heads"), known.get("num_key_value_heads", HEADS)
+    if heads is not None and groups in (None, heads):
         given["num_key_value_heads"] = given.get("num_attention_heads", HEADS)
+    if "head_dim" in known and known["head_dim"] is None:
+        given["head_dim"] = HEAD
 
 
 def _settle_ids(default: Any, given: dict[str, Any]) -> None:
@@ -102,15 +102,29 @@ def _settle_ids(default: Any, given: dict[str, Any]) -> None:
         return
     for n, (key, value) in enumerate(vars(default).items()):
         if re.fullmatch(r".*token_(id|index)", key) and isinstance(value, int) and value >= size:
-            given[key] = size - 1 - n % 16
+            given[key] = size - 1 - n % 32
     pad = getattr(default, "pad_token_id", None)
     given["pad_token_id"] = pad if isinstance(pad, int) and 0 <= pad < size else 0
 
 
 def _settle_rope(default: Any, given: dict[str, Any]) -> None:
-    rope = getattr(default, "rope_parameters", None)
-    if isinstance(rope, dict) and "mrope_section" in rope:
-        given["rope_parameters"] = {**rope, "mrope_section": [2, 1, 1]}
+    rope = vars(default).get("rope_parameters")
+    if _mentions(type(default), "mrope_section"):
+        share = (rope or {}).get("partial_rotary_factor") or 1.0
+        half = int(given.get("head_dim", HEAD) * share) // 2
+        sections = [half - 2 * (half // 3), half // 3, half // 3]
+        given["rope_parameters"] = {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            **(rope or {}),
+            "mrope_section": sections,
+        }
+
+
+def _mentions(config: type[Any], word: str) -> bool:
+    """Tell whether the modelling files beside a config class mention `word`."""
+    folder = Path(inspect.getfile(config)).parent
+    return any(word in path.read_text(encoding="utf-8") for path in folder.glob("modeling_*.py"))
 
 
 def model_class(model_type: str) -> type[Any]:
@@ -119,7 +133,8 @@ def model_class(model_type: str) -> type[Any]:
     from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
     name = MODEL_MAPPING_NAMES[model_type]
-    return getattr(transformers, name if isinstance(name, str) else name[0])
+    found: type[Any] = getattr(transformers, name if isinstance(name, str) else name[0])
+    return found
 
 
 def build_model(model_type: str) -> Any:
@@ -135,7 +150,7 @@ def build_model(model_type: str) -> Any:
     import torch
 
     cls = model_class(model_type)
-    config = tiny_config(cls.config_class)
+    config = tiny_config(cls.config_class, RECIPES.get(model_type))
     with torch.device("meta"):
         size = sum(p.numel() for p in cls(config).parameters())
     if size > LARGEST:

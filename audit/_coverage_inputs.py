@@ -7,95 +7,118 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 TOKENS = 9
-_FLOATS = ("inputs_embeds",)
 
 
-def random_inputs(model: Any, *, seed: int = 0, tokens: int = TOKENS) -> dict[str, Tensor]:
-    """Return one random input of `model`, with a batch axis of 1.
+def random_inputs(model: Any, *, seed: int = 0, tokens: int = TOKENS) -> Iterator[dict[str, Tensor]]:
+    """Yield random inputs of `model`, with a batch axis of 1: first the plainest that its method takes.
 
     Parameters
     ----------
     model : model of transformers
     seed : int
-        Another seed gives another input of the same shape.
+        Another seed gives another input of the same shapes.
     tokens : int
         Length of a token sequence.
     """
-    generator = torch.Generator().manual_seed(1000 + seed)
     names = set(inspect.signature(model.forward).parameters)
-    config = model.config
-    tensors: dict[str, Tensor] = {}
+    draw = torch.Generator().manual_seed(1000 + seed)
+    pictures = [name for name in ("pixel_values", "pixel_values_videos") if name in names]
     if "input_ids" in names:
-        tensors["input_ids"] = _ids(config, (1, tokens), generator)
-        if "attention_mask" in names:
-            tensors["attention_mask"] = torch.ones(1, tokens, dtype=torch.long)
-    elif "pixel_values" in names:
-        tensors["pixel_values"] = _pixels(model, generator)
-    elif "input_features" in names:
-        tensors["input_features"] = _features(model, generator)
-    elif "input_values" in names:
-        tensors["input_values"] = _samples(model, generator)
-    elif "inputs_embeds" in names:
-        width = next(first_value(config, "hidden_size", "d_model", "dim"), 32)
-        tensors["inputs_embeds"] = torch.randn(1, tokens, width, generator=generator)
-        if "attention_mask" in names:
-            tensors["attention_mask"] = torch.ones(1, tokens, dtype=torch.long)
-    if "pixel_values" in names and "input_ids" in names and _is_dual(model):
-        tensors["pixel_values"] = _pixels(model, generator)
+        text = _text(model.config, names, tokens, draw)
+        yield text
+        for name in pictures:
+            yield {**text, name: _pixels(model, draw, video="video" in name)}
+    if "grid_thw" in names or "image_grid_thw" in names:
+        yield from _packed(model, names, draw)
+    for name in pictures:
+        yield {name: _pixels(model, draw, video="video" in name)}
+    if "input_features" in names:
+        yield from _sound(model, names, tokens, draw)
+    if "input_values" in names:
+        yield from _waves(model, draw)
+    if "inputs_embeds" in names and "input_ids" not in names:
+        width = next(first_value(model.config, "hidden_size", "d_model", "dim"), 32)
+        yield {"inputs_embeds": torch.randn(1, tokens, width, generator=draw)}
+
+
+def _text(config: Any, names: set[str], tokens: int, draw: torch.Generator) -> dict[str, Tensor]:
+    tensors = {"input_ids": _ids(config, (1, tokens), draw)}
+    if "attention_mask" in names:
+        tensors["attention_mask"] = torch.ones(1, tokens, dtype=torch.long)
+    if "bbox" in names:
+        corners = torch.randint(0, 60, (1, tokens, 2), generator=draw)
+        tensors["bbox"] = torch.cat([corners, corners + 20], dim=-1)
     if "decoder_input_ids" in names:
-        tensors["decoder_input_ids"] = _ids(config, (1, tokens - 3), generator)
+        tensors["decoder_input_ids"] = _ids(config, (1, tokens - 3), draw)
     return tensors
 
 
-def _is_dual(model: Any) -> bool:
-    return (
-        hasattr(model, "get_text_features")
-        and hasattr(model, "get_image_features")
-        and hasattr(model.config, "projection_dim")
-    )
-
-
-def _ids(config: Any, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+def _ids(config: Any, shape: tuple[int, ...], draw: torch.Generator) -> Tensor:
     """Return ids that mean nothing special to the model."""
     size = min(first_value(config, "vocab_size"), default=64)
-    reserved = {
-        v
-        for part in config_parts(config)
-        for k, v in vars(part).items()
-        if "token" in k and isinstance(v, int)
-    }
+    parts = [vars(part).items() for part in config_parts(config)]
+    reserved = {v for items in parts for k, v in items if "token" in k and isinstance(v, int)}
     free = torch.tensor([i for i in range(3, size) if i not in reserved][:64])
-    return free[torch.randint(len(free), shape, generator=generator)]
+    return free[torch.randint(len(free), shape, generator=draw)]
 
 
-def _pixels(model: Any, generator: torch.Generator) -> Tensor:
-    config = model.config
-    vision = next((p for p in config_parts(config) if hasattr(p, "image_size")), config)
-    size = getattr(vision, "image_size", 32) or 32
+def _pixels(model: Any, draw: torch.Generator, *, video: bool) -> Tensor:
+    vision = next(
+        (p for p in config_parts(model.config) if _known(p, "image_size", "crop_size")), model.config
+    )
+    size = _known(vision, "image_size", "crop_size") or 32
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3
-    frames = getattr(vision, "num_frames", None)
+    channels = _known(vision, "num_channels", "in_channels", "in_chans") or 3
+    frames = _known(vision, "num_frames", "frames_per_clip")
+    frames = min(frames, 8) if frames is not None else (4 if video else None)
     shape = (1, channels, height, width) if frames is None else (1, frames, channels, height, width)
-    return torch.randn(shape, generator=generator)
+    return torch.randn(shape, generator=draw)
 
 
-def _features(model: Any, generator: torch.Generator) -> Tensor:
+def _packed(model: Any, names: set[str], draw: torch.Generator) -> Iterator[dict[str, Tensor]]:
+    """Patches of one image as rows of one long sequence, as Qwen2-VL and its kin take them."""
+    config = model.config
+    patch = _known(config, "patch_size") or 8
+    channels = _known(config, "in_channels", "num_channels", "in_chans") or 3
+    width = channels * patch * patch * (_known(config, "temporal_patch_size") or 1)
+    grid = "grid_thw" if "grid_thw" in names else "image_grid_thw"
+    patches = next((n for n in ("hidden_states", "pixel_values") if n in names), "pixel_values")
+    given = {grid: torch.tensor([[1, 4, 4]])}
+    if "merge_sizes" in names:
+        given["merge_sizes"] = torch.tensor([2])
+    yield {patches: torch.randn(16, width, generator=draw), **given}
+    yield {patches: torch.randn(16, channels, patch, patch, generator=draw), **given}
+
+
+def _sound(model: Any, names: set[str], tokens: int, draw: torch.Generator) -> Iterator[dict[str, Tensor]]:
     config = model.config
     bins = next(first_value(config, "num_mel_bins", "input_feat_per_channel", "feature_size", "n_mels"), 16)
-    frames = next(first_value(config, "max_source_positions"), 32)
-    if "hisper" in type(model).__name__:
-        return torch.randn(1, bins, 2 * frames, generator=generator)
-    return torch.randn(1, 64, bins, generator=generator)
+    width = next(first_value(config, "input_dim", "feature_projection_input_dim", "hidden_size"), bins)
+    steps = 2 * next(first_value(config, "max_source_positions"), 32)
+    first = any(isinstance(m, nn.Conv1d) and m.in_channels == bins for m in model.modules())
+    shapes = [(1, bins, steps), (1, 64, bins), (1, 64, width)] if first else [(1, 64, bins), (1, 64, width)]
+    for shape in shapes:
+        tensors = {"input_features": torch.randn(shape, generator=draw)}
+        if "decoder_input_ids" in names:
+            tensors["decoder_input_ids"] = _ids(config, (1, tokens - 3), draw)
+        yield tensors
+        if "input_features_mask" in names:
+            yield {**tensors, "input_features_mask": torch.ones(1, 64, dtype=torch.long)}
 
 
-def _samples(model: Any, generator: torch.Generator) -> Tensor:
+def _waves(model: Any, draw: torch.Generator) -> Iterator[dict[str, Tensor]]:
     config = model.config
-    if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):
-        return torch.randn(1, config.max_length, config.num_mel_bins, generator=generator)
-    return torch.randn(1, 6400, generator=generator)
+    if _known(config, "num_mel_bins") and _known(config, "max_length"):
+        yield {"input_values": torch.randn(1, config.max_length, config.num_mel_bins, generator=draw)}
+    yield {"input_values": torch.randn(1, 1600, generator=draw)}
+    yield {"input_values": torch.randn(1, 1, 3200, generator=draw)}
+
+
+def _known(config: Any, *keys: str) -> Any:
+    return next((v for key in keys if (v := getattr(config, key, None)) is not None), None)
 
 
 def config_parts(config: Any) -> Iterator[Any]:

@@ -16,7 +16,7 @@ ROW_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, 
 VALUE_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
 
-def check_rows(call: AttentionCall, valid: Tensor) -> None:
+def check_rows(call: AttentionCall, valid: Tensor, keys: Tensor | None = None) -> None:
     """Check that every valid row is finite, sums to 1 and puts nothing on pads.
 
     Parameters
@@ -24,13 +24,16 @@ def check_rows(call: AttentionCall, valid: Tensor) -> None:
     call : AttentionCall
     valid : bool Tensor (batch, position)
         False at pads.
+    keys : bool Tensor (batch, key), optional
+        The same of the keys, where they belong to another stream.
 
     Raises
     ------
     CaptureError
     """
-    weights, n = call.weights, valid.shape[1]
-    expected = (valid.shape[0], n, n + call.sink)
+    keys = valid if keys is None else keys
+    weights, n = call.weights, keys.shape[1]
+    expected = (valid.shape[0], valid.shape[1], n + call.sink)
     if (weights.shape[0], *weights.shape[2:]) != expected:
         raise CaptureError(
             f"attention layer {call.path} has weights of shape {tuple(weights.shape)}, expected "
@@ -53,13 +56,13 @@ def check_rows(call: AttentionCall, valid: Tensor) -> None:
             f"± {tolerance:g}; "
             "this kind of attention is not supported"
         )
-    if not bool(valid.all()):
-        _check_pads(call, valid)
+    if not bool(keys.all()):
+        _check_pads(call, valid, keys)
 
 
-def _check_pads(call: AttentionCall, valid: Tensor) -> None:
-    rows = valid[:, None, :, None] & ~valid[:, None, None, :]
-    leaked = (call.weights[..., : valid.shape[1]] * rows).amax()
+def _check_pads(call: AttentionCall, valid: Tensor, keys: Tensor) -> None:
+    rows = valid[:, None, :, None] & ~keys[:, None, None, :]
+    leaked = (call.weights[..., : keys.shape[1]] * rows).amax()
     if leaked > 1e-6:
         raise CaptureError(
             f"attention layer {call.path} attends to padding (weight {float(leaked):.3g}); pass an "

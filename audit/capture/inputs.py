@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,17 +28,22 @@ from audit.records import CaptureSettings, Checkpoint, Positions, Probe
 
 # Fast tokenizers keep truncation as state: two threads may not set it at once.
 _tokenizer_lock = threading.RLock()
+_OTHER_MODALITY = re.compile(r"vision|visual|image|audio", re.IGNORECASE)
 _POSITION_TABLES = ("position_embeddings", "position_embedding", "wpe", "embed_positions", "pos_embedding")
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """One probe as the model takes it: tensors with a batch axis of 1, and its positions."""
+    """One probe as the model takes it: tensors with a batch axis of 1, and its positions.
+
+    `second` holds the positions of the second stream: the decoder's own tokens, or the second tower.
+    """
 
     probe: Probe
     tensors: Mapping[str, Tensor]
     positions: Positions
     truncated: bool = False
+    second: Positions | None = None
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -80,7 +86,9 @@ def position_limit(checkpoint: Checkpoint, settings: CaptureSettings) -> int | N
     tables = [
         module.num_embeddings - _table_offset(module)
         for path, module in model.named_modules()
-        if isinstance(module, nn.Embedding) and path.rpartition(".")[2] in _POSITION_TABLES
+        if isinstance(module, nn.Embedding)
+        and path.rpartition(".")[2] in _POSITION_TABLES
+        and not _OTHER_MODALITY.search(path)
     ]
     if settings.max_length is not None:
         return min([settings.max_length, *tables])
@@ -307,7 +315,8 @@ def patch_grid(config: Any, size: tuple[int, int]) -> tuple[int, int]:
     CaptureError
         When the config has no patch size.
     """
-    patch = getattr(config, "patch_size", None)
+    vision = getattr(config, "vision_config", None) or config  # a model with two towers
+    patch = getattr(vision, "patch_size", None)
     if patch is None:
         raise CaptureError(
             f"{type(config).__name__} has no patch_size; patches cannot be placed in the image"

@@ -19,6 +19,9 @@ _NO_ATTENTION = re.compile(
 _CROSS = re.compile(r"cross|encoder_attn|encdec", re.IGNORECASE)
 
 
+Wiring = Literal["single", "encoder-decoder", "towers"]
+
+
 @dataclass(frozen=True)
 class AttentionLayer:
     """One attention module: where it sits, what it attends to, how its weights are seen.
@@ -39,12 +42,15 @@ class AttentionLayer:
 class CapturePlan:
     """All attention layers of a model, in order, and the configs to switch for a capture.
 
-    `narrowed` says that layers which do not run for the inputs at hand were left out.
+    `narrowed` says that layers which do not run for the inputs at hand were left out. `wiring` says how
+    the stacks are joined: one alone, an encoder that a decoder attends to, or two towers that do not see
+    each other.
     """
 
     layers: tuple[AttentionLayer, ...]
     configs: tuple[Any, ...]
     narrowed: bool = False
+    wiring: Wiring = "single"
 
     def modules(self, mechanism: str | None = None) -> Mapping[str, nn.Module]:
         """Return path and module of the layers that are captured by `mechanism` (None = all)."""
@@ -70,27 +76,21 @@ def plan_capture(model: nn.Module) -> CapturePlan:
     Raises
     ------
     CaptureError
-        For models with layers that mix positions without attention, without any attention, or under a
-        kernel that cannot be seen.
+        For models with layers that mix positions without attention, or without any attention.
     """
     _refuse_mixers(model)
     layers = tuple(_attention_layers(model))
     name = type(model).__name__
     if not layers:
         raise CaptureError(f"{name} has no attention layers; attention rollout does not apply to it")
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise CaptureError(
-            f"{name} is an encoder-decoder, which is not supported yet; audit an encoder-only or decoder-only "
-            "checkpoint"
-        )
-    for layer in layers:
-        _check_implementation(layer, model)
     return _plan(model, layers)
 
 
-def _plan(model: nn.Module, layers: tuple[AttentionLayer, ...], *, narrowed: bool = False) -> CapturePlan:
+def _plan(
+    model: nn.Module, layers: tuple[AttentionLayer, ...], *, narrowed: bool = False, wiring: Wiring = "single"
+) -> CapturePlan:
     paths = [layer.path for layer in layers if layer.mechanism == "interface"]
-    return CapturePlan(layers, tuple(involved_configs(model, paths)), narrowed)
+    return CapturePlan(layers, tuple(involved_configs(model, paths)), narrowed, wiring)
 
 
 def narrow_plan(model: nn.Module, plan: CapturePlan, called: Sequence[str]) -> CapturePlan:
@@ -109,23 +109,36 @@ def narrow_plan(model: nn.Module, plan: CapturePlan, called: Sequence[str]) -> C
     Raises
     ------
     CaptureError
-        For a stack that ran in part, blocks with several attention layers, several stacks, or an
-        encoder-decoder.
+        For a stack that ran in part, blocks with several attention layers, a kernel that cannot be seen,
+        or stacks that are joined in another way than an encoder and a decoder or two towers.
     """
     order = {path: i for i, path in enumerate(called)}
     ran = [layer for layer in plan.layers if layer.path in order]
-    stacks = {layer.stack for layer in ran}
+    _refuse_partial_stacks(plan, ran)
+    layers = tuple(layer for layer in ran if layer.stack or not _pools(layer, ran, order))
+    for layer in layers:
+        _check_implementation(layer, model)
+    name = type(model).__name__
+    _refuse_crowded_blocks(name, layers)
+    wiring = _wiring(name, sorted(layers, key=lambda layer: order[layer.path]))
+    return _plan(model, layers, narrowed=len(layers) < len(plan.layers), wiring=wiring)
+
+
+def _refuse_partial_stacks(plan: CapturePlan, ran: Sequence[AttentionLayer]) -> None:
+    """Refuse stacks that ran in part; cross-attention without an encoder may rest as a whole."""
+    paths = {layer.path for layer in ran}
+    active = {(layer.stack, kind) for layer in ran for kind in {"self", layer.kind}}
     for layer in plan.layers:
-        if layer.stack in stacks and layer.path not in order and layer.stack:
+        if layer.path not in paths and layer.stack and (layer.stack, layer.kind) in active:
             raise CaptureError(f"attention layer {layer.path} never ran; this architecture is not supported")
-    layers = tuple(layer for layer in ran if layer.stack or not _after_all(layer, ran, order))
-    _refuse_several_stacks(type(model).__name__, layers)
-    return _plan(model, layers, narrowed=len(layers) < len(plan.layers))
 
 
-def _after_all(layer: AttentionLayer, ran: Sequence[AttentionLayer], order: Mapping[str, int]) -> bool:
-    inside = [order[other.path] for other in ran if other.stack]
-    return bool(inside) and order[layer.path] > max(inside)
+def _pools(layer: AttentionLayer, ran: Sequence[AttentionLayer], order: Mapping[str, int]) -> bool:
+    """Tell whether an attention module outside the lists of blocks ran after all blocks of its part."""
+    part = layer.path.partition(".")[0]
+    blocks = [other for other in ran if other.stack]
+    near = [other for other in blocks if other.stack.partition(".")[0] == part] or blocks
+    return bool(near) and order[layer.path] > max(order[other.path] for other in near)
 
 
 def _attention_layers(model: nn.Module) -> list[AttentionLayer]:
@@ -136,9 +149,9 @@ def _attention_layers(model: nn.Module) -> list[AttentionLayer]:
             found[path] = "interface"
     for path, module in modules.items():
         inside = any(_below(path, other) for other in found if found[other] == "interface")
-        if _named_attention(module) and path not in found and not inside:
-            if not _has_attention_below(path, modules):
-                found[path] = "hook"
+        candidate = _named_attention(module) and path not in found and not inside
+        if candidate and not _has_attention_below(path, modules):
+            found[path] = "hook"
     return [
         AttentionLayer(
             path,
@@ -190,26 +203,33 @@ def _refuse_mixers(model: nn.Module) -> None:
         )
 
 
-def _refuse_several_stacks(name: str, layers: Sequence[AttentionLayer]) -> None:
-    cross = [layer.path for layer in layers if layer.kind == "cross"]
-    if cross:
+def _wiring(name: str, ran: Sequence[AttentionLayer]) -> Wiring:
+    """Decide how the stacks are joined, from their layers in the order in which they ran."""
+    stacks = list(dict.fromkeys(layer.stack for layer in ran))
+    crossed = {layer.stack for layer in ran if layer.kind == "cross"}
+    if not crossed and len(stacks) == 1:
+        return "single"
+    if not crossed and len(stacks) == 2:
+        return "towers"
+    in_order = [layer.stack for layer in ran] == sorted((x.stack for x in ran), key=stacks.index)
+    if len(stacks) == 2 and crossed == {stacks[1]} and in_order:
+        return "encoder-decoder"
+    if crossed and len(stacks) == 1:
+        first = next(layer.path for layer in ran if layer.kind == "cross")
         raise CaptureError(
-            f"{name} has cross-attention ({cross[0]}), which is not supported yet; "
-            "audit an encoder-only or decoder-only checkpoint"
+            f"{name} attends to something else ({first}) that is not the output of an encoder with "
+            "attention; no exact rollout exists for it"
         )
-    stacks = list(dict.fromkeys(layer.stack for layer in layers))
-    if len(stacks) > 1:
-        raise CaptureError(
-            f"{name} has {len(stacks)} stacks of attention layers ({', '.join(stacks[:4])}), which is not "
-            "supported yet; audit a checkpoint with one stack"
-        )
-    _refuse_crowded_blocks(name, layers)
+    raise CaptureError(
+        f"{name} has {len(stacks)} stacks of attention layers ({', '.join(stacks[:4])}) that are "
+        "neither an encoder and a decoder nor two towers; audit a checkpoint of one of these kinds"
+    )
 
 
 def _refuse_crowded_blocks(name: str, layers: Sequence[AttentionLayer]) -> None:
-    blocks: dict[tuple[str, str], str] = {}
+    blocks: dict[tuple[str, str, str], str] = {}
     for layer in layers:
-        other = blocks.setdefault((layer.stack, layer.block), layer.path)
+        other = blocks.setdefault((layer.stack, layer.block, layer.kind), layer.path)
         if other != layer.path and re.sub(r"\d+", "*", other) != re.sub(r"\d+", "*", layer.path):
             raise CaptureError(
                 f"{name} has two attention layers in one block ({other}, {layer.path}), whose order is not "

@@ -30,7 +30,9 @@ class _Trace:
     touched: bool = False
 
 
-def check_mixing(model: nn.Module, plan: CapturePlan, tensors: Mapping[str, Tensor], length: int) -> None:
+def check_mixing(
+    model: nn.Module, plan: CapturePlan, tensors: Mapping[str, Tensor], length: int, stack: str | None = None
+) -> None:
     """Check that nothing but the captured attention lets one position see another.
 
     The input of the first block is changed at every other position while each attention layer gives what
@@ -41,11 +43,12 @@ def check_mixing(model: nn.Module, plan: CapturePlan, tensors: Mapping[str, Tens
     ----------
     model : model of transformers
     plan : CapturePlan
-        Of one stack.
     tensors : mapping of argument to Tensor
         One probe.
     length : int
-        Its number of positions.
+        Its number of positions in `stack`.
+    stack : str, optional
+        Which stack; the first when None.
 
     Raises
     ------
@@ -54,11 +57,11 @@ def check_mixing(model: nn.Module, plan: CapturePlan, tensors: Mapping[str, Tens
     """
     if length < 2:
         return
-    stack = plan.stacks[0]
-    plain = _pass(model, plan, tensors, stack, None, None)
+    stack = plan.stacks[0] if stack is None else stack
+    plain = _pass(model, plan, tensors, stack)
     for parity in (0, 1):
         odd = torch.arange(length) % 2 == parity
-        changed = _pass(model, plan, tensors, stack, odd, plain)
+        changed = _pass(model, plan, tensors, stack, odd=odd, before=plain)
         _compare(model, stack, plain, changed, odd)
 
 
@@ -84,8 +87,9 @@ def _pass(
     plan: CapturePlan,
     tensors: Mapping[str, Tensor],
     stack: str,
-    odd: Tensor | None,
-    before: _Trace | None,
+    *,
+    odd: Tensor | None = None,
+    before: _Trace | None = None,
 ) -> _Trace:
     trace, calls = _Trace(), Counter[str]()
 
@@ -136,9 +140,9 @@ def _stream(args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int) -> in
     """Return which argument of a block is its stream of positions: (batch, position, dim)."""
     candidates: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for where, value in candidates:
-        if isinstance(value, Tensor) and value.dim() == 3 and value.shape[1] == length:
-            if value.is_floating_point():
-                return where
+        is_stream = isinstance(value, Tensor) and value.dim() == 3 and value.shape[1] == length
+        if is_stream and value.is_floating_point():
+            return where
     return None
 
 

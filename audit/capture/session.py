@@ -15,16 +15,18 @@ from torch import Tensor
 
 from audit.capture.batches import length_batches, stack, valid_positions
 from audit.capture.engine import FoldSettings
-from audit.capture.inputs import Encoded, core_model, encode_image, encode_texts
+from audit.capture.inputs import Encoded, core_model, encode_texts
 from audit.capture.layers import CapturePlan, plan_capture
 from audit.capture.method_pass import Engine, Fold
 from audit.capture.mixing import check_mixing
+from audit.capture.pair_session import PairSession, capture_pairs, verify_pairs
 from audit.capture.passes import active_plan, exclusive, run_model
 from audit.capture.positions import with_sink_position
 from audit.capture.predictions import Target, check_targets, first_tensor, predictions, targets_by_probe
 from audit.capture.rows import OutputRow, decide_row, row_weights
 from audit.capture.settings import FLOW
 from audit.capture.targets import require_head
+from audit.capture.windows import probe_windows
 from audit.errors import CaptureError
 from audit.records import Captured, CaptureSettings, Checkpoint, Map, Method, Positions, Prediction, Probe
 
@@ -126,8 +128,8 @@ def capture(
     wanted = targets_by_probe(target, probes)
     check_targets(checkpoint, wanted, probes)
     plan_capture(core_model(checkpoint.model))  # refuses before anything is encoded
-    windows = _windows(checkpoint, probes, settings)
-    yield from _capture_windows(checkpoint, windows, method, settings, wanted, progress)
+    windows = probe_windows(checkpoint, probes, settings, method.row)
+    yield from _capture_windows(checkpoint, windows, method, settings, wanted, progress=progress)
 
 
 def capture_prepared(
@@ -160,7 +162,7 @@ def capture_prepared(
     wanted = targets_by_probe(target, [item.probe for item in encoded])
     windows = iter([list(encoded)] if encoded else [])
     yield from _capture_windows(
-        checkpoint, windows, method or Method(), settings or CaptureSettings(), wanted, None
+        checkpoint, windows, method or Method(), settings or CaptureSettings(), wanted
     )
 
 
@@ -170,9 +172,10 @@ def _capture_windows(
     method: Method,
     settings: CaptureSettings,
     wanted: dict[str, Any],
-    progress: Progress | None,
+    *,
+    progress: Progress | None = None,
 ) -> Iterator[Captured]:
-    session: Session | None = None
+    session: Session | PairSession | None = None
     done = 0
 
     def report(count: int) -> None:
@@ -181,10 +184,31 @@ def _capture_windows(
 
     for window in windows:
         if session is None:
-            session = _open(checkpoint, window, method, settings, wanted)
-            verify(session, window)
-        yield from _run_window(session, window, report)
+            session = _start(checkpoint, window, method, settings, wanted)
+        if isinstance(session, PairSession):
+            yield from capture_pairs(session, window)
+        else:
+            yield from _run_window(session, window, report)
         done += len(window)
+        report(0)
+
+
+def _start(
+    checkpoint: Checkpoint,
+    window: Sequence[Encoded],
+    method: Method,
+    settings: CaptureSettings,
+    wanted: dict[str, Any],
+) -> Session | PairSession:
+    """Decide and verify on the first probes what is the same for all."""
+    plan = _plan(checkpoint, window)
+    if plan.wiring != "single":
+        pair = PairSession(checkpoint, settings, FoldSettings.from_method(method), plan, method.row, wanted)
+        verify_pairs(pair, window)
+        return pair
+    session = _open(checkpoint, window, method, settings, wanted)
+    verify(session, window)
+    return session
 
 
 def _open(
@@ -212,7 +236,7 @@ def check_probes(
     checkpoint: Checkpoint, probes: Sequence[Probe], settings: CaptureSettings | None = None
 ) -> None:
     """Raise ProbeError naming every probe that is too long for the checkpoint; run no forward pass."""
-    texts = [probe for probe in probes if probe.modality == "text"]
+    texts = [probe for probe in probes if probe.text is not None or probe.messages is not None]
     if texts:
         encode_texts(checkpoint, texts, settings or CaptureSettings())
 
@@ -226,8 +250,11 @@ def check_determinism(
 ) -> None:
     """Run the first batch of `probes` twice and raise CaptureError when the two disagree in any bit."""
     method, settings = method or Method(), settings or CaptureSettings()
-    window = next(_windows(checkpoint, list(probes), settings), None)
+    window = next(probe_windows(checkpoint, list(probes), settings, method.row), None)
     if window is None:
+        return
+    if (plan := _plan(checkpoint, window)).wiring != "single":
+        verify_pairs(PairSession(checkpoint, settings, FoldSettings(), plan, method.row, {}), window)
         return
     session = _open(checkpoint, window, method, settings, {}).checking()
     batch = [window[i] for i in _batches(session, window)[0]]
@@ -239,29 +266,6 @@ def check_determinism(
 def _decide(checkpoint: Checkpoint, plan: CapturePlan, row: str, window: Sequence[Encoded]) -> OutputRow:
     with exclusive(checkpoint.model, plan.configs):
         return decide_row(checkpoint, row, max(window, key=len))
-
-
-def _windows(
-    checkpoint: Checkpoint, probes: Sequence[Probe], settings: CaptureSettings
-) -> Iterator[list[Encoded]]:
-    """Encode text all at once, so that it can be sorted by length, and images a few at a time."""
-    modalities = {probe.modality for probe in probes}
-    if not modalities <= {"text", "image"} or len(modalities) > 1:
-        raise CaptureError(
-            f"probes are {', '.join(sorted(modalities))}; expected only text or only images, split "
-            "the probe set"
-        )
-    if modalities == {"text"}:
-        yield encode_texts(checkpoint, probes, settings)
-        return
-    window: list[Encoded] = []
-    for probe in probes:
-        window.append(encode_image(checkpoint, probe))
-        if sum(map(len, window)) + len(window[-1]) > settings.batch_tokens:
-            yield window
-            window = []
-    if window:
-        yield window
 
 
 def _batches(session: Session, window: Sequence[Encoded]) -> list[list[int]]:

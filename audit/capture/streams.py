@@ -14,8 +14,10 @@ from audit.errors import CaptureError
 from audit.records import Positions
 
 
-def stream_positions(model: nn.Module, plan: CapturePlan, tensors: Mapping[str, Tensor]) -> Positions:
-    """Return plain positions for one prepared input: as many as the first layer has rows.
+def stream_positions(
+    model: nn.Module, plan: CapturePlan, tensors: Mapping[str, Tensor]
+) -> tuple[Positions, ...]:
+    """Return plain positions of one prepared input for each stack: as many as its first layer has rows.
 
     Parameters
     ----------
@@ -27,15 +29,17 @@ def stream_positions(model: nn.Module, plan: CapturePlan, tensors: Mapping[str, 
     Raises
     ------
     CaptureError
-        When no layer shows its weights.
+        When a stack does not show its weights.
     """
-    lengths: list[int] = []
+    lengths: dict[str, int] = {}
+    stacks = {layer.path: layer.stack for layer in plan.layers}
 
     def receive(call: AttentionCall) -> None:
-        lengths.append(call.weights.shape[-2])
+        lengths.setdefault(stacks[call.path], call.weights.shape[-2])
 
     with exclusive(model, plan.configs), watched(plan, receive, None):
         run_model(model, tensors, attentions=plan.has_hooks)
-    if not lengths:
-        raise CaptureError(f"{type(model).__name__}: no attention layer showed its weights")
-    return Positions(kind="token", special=np.zeros(lengths[0], np.bool_))
+    for stack in plan.stacks:
+        if stack not in lengths:
+            raise CaptureError(f"{type(model).__name__}: no attention layer of {stack} showed its weights")
+    return tuple(Positions("token", np.zeros(lengths[stack], np.bool_)) for stack in plan.stacks)

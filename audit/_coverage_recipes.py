@@ -1,0 +1,53 @@
+"""What some families need beside small sizes, so that a tiny config of them is a valid one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_CONV: dict[str, Any] = {
+    "conv_dim": (32, 32),
+    "conv_stride": (5, 4),
+    "conv_kernel": (10, 4),
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 2,
+}
+_LAYERS: dict[str, Any] = {"num_hidden_layers": 2}
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
+    "esm": {"vocab_size": 128, "pad_token_id": 1, "mask_token_id": 2},
+    "mobilebert": {
+        "true_hidden_size": 32,
+        "embedding_size": 32,
+        "intra_bottleneck_size": 32,
+        "hidden_size": 32,
+    },
+    "lilt": {"channel_shrink_ratio": 4, "hidden_size": 48},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "reformer": {"axial_pos_embds": False},
+    "autoformer": {"prediction_length": 4},
+    "informer": {"prediction_length": 4},
+    "time_series_transformer": {"prediction_length": 4},
+    "bridgetower": {"text_config": {"num_attention_heads": 4}, "num_attention_heads": 4},
+    "deepseek_v2": {"topk_group": 1, "n_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "dots1": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
+    "zamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "yolos": {"image_size": [32, 32], "patch_size": 8},
+    "moonshine": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
+    **{
+        name: dict(_CONV)
+        for name in (
+            "wav2vec2",
+            "hubert",
+            "wavlm",
+            "unispeech",
+            "unispeech-sat",
+            "data2vec-audio",
+            "sew",
+            "sew-d",
+            "speecht5",
+            "wav2vec2-conformer",
+        )
+    },
+}

@@ -1,0 +1,91 @@
+"""Turn probes into windows of encoded inputs, by what the checkpoint takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from audit.capture.decoding import with_decoder_steps
+from audit.capture.inputs import Encoded, core_model, encode_image, encode_texts
+from audit.capture.sound import encode_sound
+from audit.errors import CaptureError
+from audit.records import CaptureSettings, Checkpoint, Probe
+
+
+def probe_windows(
+    checkpoint: Checkpoint, probes: Sequence[Probe], settings: CaptureSettings, row: str = "auto"
+) -> Iterator[list[Encoded]]:
+    """Encode text all at once, so that it can be sorted by length, and images and sound a few at a time.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    probes : sequence of Probe
+        All text, all images, all sound, or all images with text.
+    settings : CaptureSettings
+    row : str
+        The output row, which says how far an encoder-decoder has to generate.
+
+    Yields
+    ------
+    list of Encoded
+
+    Raises
+    ------
+    ProbeError
+        When a probe cannot be used.
+    CaptureError
+        When the probes are of several kinds, or of one that the model does not take.
+    """
+    modality = _modality(probes)
+    if modality == "text":
+        windows: Iterator[list[Encoded]] = iter([encode_texts(checkpoint, probes, settings)])
+    else:
+        windows = _few(probes, _encoder(checkpoint, modality, settings), settings.batch_tokens)
+    generates = getattr(core_model(checkpoint.model).config, "is_encoder_decoder", False)
+    for window in windows:
+        yield [with_decoder_steps(checkpoint, item, row) for item in window] if generates else window
+
+
+def _modality(probes: Sequence[Probe]) -> str:
+    modalities = sorted({probe.modality for probe in probes})
+    if len(modalities) > 1:
+        raise CaptureError(
+            f"probes are {', '.join(modalities)}; expected probes of one kind, split the probe set"
+        )
+    return modalities[0]
+
+
+def _encoder(checkpoint: Checkpoint, modality: str, settings: CaptureSettings) -> Callable[[Probe], Encoded]:
+    if modality == "image":
+        return lambda probe: encode_image(checkpoint, probe)
+    if modality == "audio":
+        return lambda probe: encode_sound(checkpoint, probe)
+    return lambda probe: _image_with_text(checkpoint, probe, settings)
+
+
+def _image_with_text(checkpoint: Checkpoint, probe: Probe, settings: CaptureSettings) -> Encoded:
+    """Encode both parts of a probe for two towers."""
+    core: Any = core_model(checkpoint.model)
+    if not (hasattr(core, "get_text_features") and hasattr(core, "get_image_features")):
+        raise CaptureError(
+            f"{type(core).__name__}: probes of an image with text need a model with a text tower and an "
+            "image tower, such as CLIP; this architecture is not supported yet"
+        )
+    (text,) = encode_texts(checkpoint, [probe], settings)
+    image = encode_image(checkpoint, probe)
+    tensors = {**text.tensors, **image.tensors}
+    return Encoded(probe, tensors, text.positions, text.truncated, image.positions)
+
+
+def _few(
+    probes: Sequence[Probe], encode: Callable[[Probe], Encoded], batch_tokens: int
+) -> Iterator[list[Encoded]]:
+    window: list[Encoded] = []
+    for probe in probes:
+        window.append(encode(probe))
+        if sum(map(len, window)) + len(window[-1]) > batch_tokens:
+            yield window
+            window = []
+    if window:
+        yield window
