@@ -27,6 +27,7 @@ def register(app: typer.Typer) -> None:
     for command in (approve, verify, plan, replicate):
         app.command()(command)
     app.command(name="import")(import_)
+    app.command(name="list")(list_)
 
 
 def approve(
@@ -115,6 +116,34 @@ def replicate(
         trained = train_replicates(load_config(config), folder=config.resolve().parent, progress=progress)
     lines = [f"{path}\t{'trained' if fresh else 'there already'}" for path, fresh in trained.items()]
     say(json.dumps(trained) if as_json else "\n".join(lines))
+
+
+def list_(
+    trend: Annotated[bool, typer.Option("--trend", help="The trend of each region over the audits.")] = False,
+    store: StoreUrl = None,
+    as_json: Json = False,
+) -> None:
+    """List the runs, comparisons and approvals of a store, or the trends over its history."""
+    from audit.pipeline import approvals_of, read_approvals, trends
+    from audit.report import list_table
+    from audit.serialize import to_json
+
+    where = _existing(store)
+    if trend:
+        found = trends(where)
+        text = "\n".join(one.sentence for one in found) or "No model was audited three times yet."
+        say(json.dumps({"trends": to_json(found)}) if as_json else text)
+        return
+    runs, comparisons = where.runs(), where.comparisons()
+    approvals = approvals_of(read_approvals(where))
+    if as_json:
+        say(json.dumps({"runs": runs, "comparisons": comparisons, "approvals": approvals}))
+        return
+    say(list_table(runs, comparisons))
+    for one in approvals:
+        what = "; ".join(one["rules"]) or "release"
+        until = f" until {one['expires']}" if one["expires"] else ""
+        say(f"{one['approval_id']}  {one['comparison_id']}  {what}: {one['by']}{until} ({one['reason']})")
 
 
 def import_(

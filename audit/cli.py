@@ -203,16 +203,6 @@ def report(
     emit(where, comparison, verdict, settings, Outputs(html, markdown, junit, as_json))
 
 
-@app.command(name="list")
-def list_(store: StoreUrl = None, as_json: Json = False) -> None:
-    """List the runs and comparisons of a store."""
-    from audit.report import list_table
-
-    where = _existing(store)
-    runs, comparisons = where.runs(), where.comparisons()
-    say(json.dumps({"runs": runs, "comparisons": comparisons}) if as_json else list_table(runs, comparisons))
-
-
 @app.command()
 def init(
     model: Annotated[str, typer.Argument(help="The checkpoint before: a directory or hub id.")],

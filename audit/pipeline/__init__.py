@@ -4,7 +4,7 @@ Only these modules know models, probes, capture and store at once. Each step tak
 paths and records, so that a loop (:func:`capture_run`), a Prefect flow and a dashboard can all drive it.
 """
 
-from audit.pipeline.approve import approvals_of, approve, read_verdict, signers_of
+from audit.pipeline.approve import approvals_of, approve, read_approvals, read_verdict, signers_of
 from audit.pipeline.capture import capture_all, capture_run, capture_shard, check_run, publish_run
 from audit.pipeline.compare import compare_runs, compare_subset
 from audit.pipeline.confirm import confirm_regions
@@ -19,6 +19,7 @@ from audit.pipeline.plan import Progress, RunPlan, plan_audit, plan_run
 from audit.pipeline.planning import plan_sensitivity
 from audit.pipeline.publish import publish, report_context, write_html
 from audit.pipeline.replicate import train_replicates
+from audit.pipeline.trend import trends
 from audit.pipeline.verify import verify_store
 
 __all__ = [
@@ -51,12 +52,14 @@ __all__ = [
     "plan_sensitivity",
     "publish",
     "publish_run",
+    "read_approvals",
     "read_floor",
     "read_verdict",
     "report_context",
     "run_audit",
     "signers_of",
     "train_replicates",
+    "trends",
     "verify_store",
     "write_html",
     "write_initial_config",

@@ -14,6 +14,7 @@ from audit.pipeline.files import writing
 from audit.pipeline.history import attempt_of, loosened_since
 from audit.pipeline.predictions import truncation_note
 from audit.pipeline.runs import read_run
+from audit.pipeline.trend import trend_notes
 from audit.records import Comparison, Verdict
 from audit.report import ReportContext, to_html
 from audit.store import Store
@@ -57,7 +58,8 @@ def report_context(store: Store, comparison: Comparison, verdict: Verdict | None
         log_head=store.log_head(),
         attempt=None if verdict is None else attempt_of(store, comparison.id),
         loosened_since=None if verdict is None else loosened_since(store, comparison, verdict.policy),
-        notes=truncation_note(comparison) + (() if verdict is None else verdict.notes),
+        notes=truncation_note(comparison)
+        + (() if verdict is None else (*verdict.notes, *trend_notes(store, comparison))),
     )
 
 
