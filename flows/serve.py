@@ -94,7 +94,8 @@ def check_schedule(schedule: ScheduleSection, path: Path) -> None:
 def _cron_problem(schedule: ScheduleSection) -> str | None:
     fields = len(schedule.cron.split())
     if fields != CRON_FIELDS:
-        return f"has {fields} fields, expected five (minute, hour, day, month, weekday)"
+        counted = "1 field" if fields == 1 else f"{fields} fields"
+        return f"has {counted}, expected five (minute, hour, day, month, weekday)"
     try:
         cron = CronSchedule(cron=schedule.cron, timezone=schedule.timezone)
     except ValueError:  # pydantic's own message spans several lines
