@@ -85,17 +85,20 @@ def digit_shares(checkpoint: Checkpoint, probes: ProbeSet) -> Shares:
 
 
 def review_shares(checkpoint: Checkpoint, probes: ProbeSet) -> Shares:
-    rows = [one_review(checkpoint, probe) for probe in probes]
-    return {region: np.array([row[region] for row in rows]) for region in rows[0]}
+    texts = [str(probe.text) for probe in probes]
+    inputs = checkpoint.processor(texts, padding=True, return_offsets_mapping=True, return_tensors="pt")
+    offsets = inputs.pop("offset_mapping").tolist()
+    rows = cls_row(checkpoint.model, inputs)  # a padded key has no mass in the row of [CLS]
+    found = [one_review(*one) for one in zip(probes, offsets, rows, strict=True)]
+    return {region: np.array([shares[region] for shares in found]) for region in found[0]}
 
 
-def one_review(checkpoint: Checkpoint, probe: Probe) -> dict[str, float]:
-    assert probe.text is not None
-    inputs = checkpoint.processor(probe.text, return_offsets_mapping=True, return_tensors="pt")
-    offsets = inputs.pop("offset_mapping")[0].tolist()
-    row = cls_row(checkpoint.model, inputs)[0]
-    function = [[s, e] for s, e in offsets if probe.text[s:e].lower() in FUNCTION_WORDS]
-    spans = {**probe.regions, "function": function}
+def one_review(probe: Probe, offsets: list[tuple[int, int]], row: NDArray[np.float64]) -> dict[str, float]:
+    words = str(probe.text)
+    spans = {
+        **probe.regions,
+        "function": [[s, e] for s, e in offsets if words[s:e].lower() in FUNCTION_WORDS],
+    }
     inside = {
         name: [e > s and any(s < end and start < e for start, end in spans[name]) for s, e in offsets]
         for name in ("name", "sentiment", "function")
