@@ -166,7 +166,8 @@ def write_config(
 ) -> Path:
     """Write an audit.toml; every section may be given as its lines."""
     checkpoints = f"[checkpoints.before]\n{before}\n" + (f"[checkpoints.after]\n{after}\n" if after else "")
-    text = f'[store]\nurl = "store"\n{checkpoints}[probes]\n{probes}\n[regions]\n{regions}\n{more}\n[statistics]\nresamples = 999\n{rules}'
+    fixed = '[store]\nurl = "store"\n[statistics]\nresamples = 999\n'
+    text = f"{fixed}{checkpoints}[probes]\n{probes}\n[regions]\n{regions}\n{more}\n{rules}"
     path = folder / name
     path.write_text(text.replace("{models}", str(models)))
     return path

@@ -31,6 +31,17 @@ MASK_TOKENS = ("[MASK]", "<mask>")
 SEGMENT_VALUES = 12
 """A column of text with at most so many values is taken as a segment."""
 
+IMAGE_REGIONS = {
+    "centre": "{ box = [0.25, 0.25, 0.75, 0.75] }",
+    "corner": "{ box = [0.75, 0.75, 1.0, 1.0] }",
+    "quarter": "{ grid = [2, 2] }",
+}
+TEXT_REGIONS = {
+    "opening": "{ quantile = [0.0, 0.25] }",
+    "middle": "{ quantile = [0.25, 0.75] }",
+    "ending": "{ quantile = [0.75, 1.0] }",
+}
+
 TEMPLATE = """\
 # Written by `audit init`: {what}.
 # Paths are relative to this file. `audit run {name}` captures, compares and judges.
@@ -191,8 +202,12 @@ def _path(ref: str, base: Path) -> str:
 
 
 def _inline(mapping: dict[str, str]) -> str:
-    items = ", ".join(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in mapping.items())
+    items = ", ".join(f"{_quoted(key)} = {_quoted(value)}" for key, value in mapping.items())
     return f"{{ {items} }}"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _replicates(pattern: str | None, base: Path) -> str:
@@ -222,26 +237,14 @@ def _has_mask(probe: Probe) -> bool:
 
 
 def _regions(subject: _Subject) -> dict[str, str]:
-    if subject.modality == "image":
-        return {
-            "centre": "{ box = [0.25, 0.25, 0.75, 0.75] }",
-            "corner": "{ box = [0.75, 0.75, 1.0, 1.0] }",
-            "quarter": "{ grid = [2, 2] }",
-        }
-    return {
-        "opening": "{ quantile = [0.0, 0.25] }",
-        "middle": "{ quantile = [0.25, 0.75] }",
-        "ending": "{ quantile = [0.75, 1.0] }",
-    }
+    usual = IMAGE_REGIONS if subject.modality == "image" else TEXT_REGIONS
+    annotated = {name for probe in subject.probes for name in probe.regions}
+    return {name: value for name, value in usual.items() if name not in annotated}
 
 
 def _rules(probes: ProbeSet, regions: dict[str, str], *, excess: bool) -> str:
     annotated = sorted({name for probe in probes for name in probe.regions})
     named = annotated or ["corner" if "corner" in regions else "*"]
-    blocks = [
-        f'[[gate.rules]]\nregion = "{name}"\nkind = "limit"\nmeasure = "shift"\nfail = 0.02\nwarn = 0.01\n'
-        for name in named
-    ]
-    if excess:
-        blocks += [f'[[gate.rules]]\nregion = "{name}"\nkind = "excess"\nwithin = 0.02\n' for name in named]
-    return "\n".join(blocks)
+    limit = 'kind = "limit"\nmeasure = "shift"\nfail = 0.02\nwarn = 0.01\n'
+    kinds = [limit, 'kind = "excess"\nwithin = 0.02\n'] if excess else [limit]
+    return "\n".join(f"[[gate.rules]]\nregion = {_quoted(name)}\n{kind}" for kind in kinds for name in named)

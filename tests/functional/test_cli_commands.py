@@ -173,5 +173,5 @@ def test_a_reader_that_stops_reading_is_no_bug(audited):
     done = subprocess.run(
         ["bash", "-c", command], cwd=audited, env=environment, capture_output=True, text=True, check=False
     )
-    assert done.stdout.endswith("\n3\n"), done.stdout
+    assert done.stdout.endswith("3\n"), done.stdout
     assert "Traceback" not in done.stderr
