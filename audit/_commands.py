@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from audit._terminal import progress_bars, say
-from audit.errors import ExitCode, StoreError
+from audit.errors import ConfigError, ExitCode, StoreError
 
 if TYPE_CHECKING:
     from audit.config import AuditConfig
@@ -24,7 +24,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 def register(app: typer.Typer) -> None:
     """Add these commands to the command line."""
-    for command in (approve, verify, plan, replicate):
+    for command in (approve, verify, plan, replicate, coverage):
         app.command()(command)
     app.command(name="import")(import_)
     app.command(name="list")(list_)
@@ -182,3 +182,38 @@ def _settings(config: Path | None, store: str | None) -> tuple[AuditConfig | Non
 
     settings = None if config is None else load_config(config)
     return settings, Store(store or (settings.store.url if settings else DEFAULT_STORE))
+
+
+def coverage(
+    model_types: Annotated[
+        list[str] | None, typer.Argument(help="Model types of transformers; all of them when none is given.")
+    ] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure again instead of reading.")] = False,
+    page: Annotated[Path | None, typer.Option(help="Also write the table as Markdown.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show which model types can be audited, or measure it on tiny random models (minutes)."""
+    from audit import coverage as table
+
+    kept = table.read_coverage()
+    wanted = model_types or [row.model_type for row in kept] or list(table.known_model_types())
+    if measure or not kept:
+        names = model_types or list(table.known_model_types())
+        with progress_bars() as bars:
+            found = []
+            for row in table.measure_coverage(names):
+                found.append(row)
+                if bars is not None:
+                    bars("model types", len(found), len(names))
+        if not model_types:
+            table.write_coverage(found)
+        kept, wanted = tuple(found), names
+    chosen = set(wanted)
+    rows = sorted((row for row in kept if row.model_type in chosen), key=lambda row: row.model_type)
+    if missing := sorted(chosen - {row.model_type for row in rows}):
+        raise ConfigError(f"model type {missing[0]!r} is unknown to the installed transformers")
+    if page is not None:
+        page.write_text(table.coverage_page(rows), encoding="utf-8")
+    say(json.dumps([vars(row) for row in rows]) if as_json else table.coverage_table(rows))
+    if any(row.reason.startswith(table.UNEXPECTED) for row in rows):
+        raise typer.Exit(int(ExitCode.BUG))

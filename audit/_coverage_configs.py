@@ -43,6 +43,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r".*vocab_size\w*", VOCABULARY),
     (r"max_(position_embeddings|sequence_length|seq_len)|n_positions|n_ctx|seq_length|max_.*positions", 128),
     (r"image_size|img_size", 32),
+    (r"num_frames|frames_per_clip", 4),
     (r"patch_size", 8),
     (r"(sliding_window|attention_window|block_size|window_size|local_attention)", 16),
     (r"num_conv_pos_embeddings", 16),
@@ -52,7 +53,14 @@ _KEEP = re.compile(
     r"num_channels|in_channels|num_labels|output_hidden_size|chunk_size_feed_forward|num_feat_extract_layers"
     r"|.*feature_layer\w*|.*conv.*layers|mask_.*|out_hidden_size|num_out_layers"
 )
-_LISTS = {"depths": 2, "num_heads": 4, "num_attention_heads": 4, "layers": 2}
+_LISTS = {
+    "image_size": 32,
+    "patch_size": 8,
+    "depths": 2,
+    "num_heads": 4,
+    "num_attention_heads": 4,
+    "layers": 2,
+}
 
 
 def tiny_config(cls: type[Any], changes: Mapping[str, Any] | None = None) -> Any:
@@ -109,7 +117,8 @@ def _settle_ids(default: Any, given: dict[str, Any]) -> None:
 
 def _settle_rope(default: Any, given: dict[str, Any]) -> None:
     rope = vars(default).get("rope_parameters")
-    if _mentions(type(default), "mrope_section"):
+    layered = isinstance(rope, dict) and all(isinstance(part, dict) for part in rope.values())
+    if not layered and _mentions(type(default), "mrope_section"):
         share = (rope or {}).get("partial_rotary_factor") or 1.0
         half = int(given.get("head_dim", HEAD) * share) // 2
         sections = [half - 2 * (half // 3), half // 3, half // 3]
@@ -137,8 +146,14 @@ def model_class(model_type: str) -> type[Any]:
     return found
 
 
-def build_model(model_type: str) -> Any:
+def build_model(model_type: str, *, attention: str | None = None) -> Any:
     """Return a tiny random model of `model_type` in eval mode, with attention sharp enough to differ.
+
+    Parameters
+    ----------
+    model_type : str
+    attention : str, optional
+        Attention implementation; the model's own choice when None.
 
     Raises
     ------
@@ -156,7 +171,7 @@ def build_model(model_type: str) -> Any:
     if size > LARGEST:
         raise ValueError(f"a small config still has {size / 1e6:.0f} million parameters")
     torch.manual_seed(0)
-    model = cls(config)
+    model = cls(config) if attention is None else cls._from_config(config, attn_implementation=attention)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() >= 2:

@@ -35,6 +35,8 @@ def random_inputs(model: Any, *, seed: int = 0, tokens: int = TOKENS) -> Iterato
         yield from _packed(model, names, draw)
     for name in pictures:
         yield {name: _pixels(model, draw, video="video" in name)}
+    if "spatial_shapes" in names:
+        yield from _patches(model, names, tokens, draw)
     if "input_features" in names:
         yield from _sound(model, names, tokens, draw)
     if "input_values" in names:
@@ -73,7 +75,7 @@ def _pixels(model: Any, draw: torch.Generator, *, video: bool) -> Tensor:
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     channels = _known(vision, "num_channels", "in_channels", "in_chans") or 3
     frames = _known(vision, "num_frames", "frames_per_clip")
-    frames = min(frames, 8) if frames is not None else (4 if video else None)
+    frames = 4 if frames is None and video else frames
     shape = (1, channels, height, width) if frames is None else (1, frames, channels, height, width)
     return torch.randn(shape, generator=draw)
 
@@ -91,6 +93,18 @@ def _packed(model: Any, names: set[str], draw: torch.Generator) -> Iterator[dict
         given["merge_sizes"] = torch.tensor([2])
     yield {patches: torch.randn(16, width, generator=draw), **given}
     yield {patches: torch.randn(16, channels, patch, patch, generator=draw), **given}
+
+
+def _patches(model: Any, names: set[str], tokens: int, draw: torch.Generator) -> Iterator[dict[str, Tensor]]:
+    """Patches as rows, with the shape of their grid, as SigLIP 2 takes them."""
+    vision = next((p for p in config_parts(model.config) if _known(p, "patch_size")), model.config)
+    width = (_known(vision, "num_channels") or 3) * vision.patch_size**2
+    image = {
+        "pixel_values": torch.randn(1, 16, width, generator=draw),
+        "pixel_attention_mask": torch.ones(1, 16, dtype=torch.long),
+        "spatial_shapes": torch.tensor([[4, 4]]),
+    }
+    yield {**_text(model.config, names, tokens, draw), **image} if "input_ids" in names else image
 
 
 def _sound(model: Any, names: set[str], tokens: int, draw: torch.Generator) -> Iterator[dict[str, Tensor]]:

@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from audit.capture.families import recomputed_weights
 from audit.capture.interface import AttentionCall, Receiver
+from audit.capture.parts import values_and_output
 from audit.errors import CaptureError
-
-VALUE_NAMES = ("value", "value_proj", "v_proj", "v_lin", "to_v", "v")
 
 
 @contextmanager
@@ -44,12 +44,12 @@ def hook_capture(layers: Mapping[str, nn.Module], receive: Receiver) -> Iterator
     ----------
     layers : mapping of path to module
     receive : function of an AttentionCall
-        Its `value` is there where the layer has a value projection whose shape fits.
 
     Raises
     ------
     CaptureError
-        When a layer returns no weights, or several tensors that could be them.
+        When a layer returns no weights, several tensors that could be them, or weights that do not give
+        its output.
     """
     thread = threading.get_ident()
     with ExitStack() as stack:
@@ -59,7 +59,7 @@ def hook_capture(layers: Mapping[str, nn.Module], receive: Receiver) -> Iterator
                 if isinstance(getattr(child, "weight", None), Tensor):
                     stack.callback(child.register_forward_hook(_keep(name, inner, thread)).remove)
             hook = _taking(path, inner, receive, thread)
-            stack.callback(module.register_forward_hook(hook, prepend=True).remove)
+            stack.callback(module.register_forward_hook(hook, prepend=True, with_kwargs=True).remove)
         yield
 
 
@@ -72,25 +72,41 @@ def _keep(name: str, inner: dict[str, tuple[Tensor, Tensor]], thread: int) -> An
 
 
 def _taking(path: str, inner: dict[str, tuple[Tensor, Tensor]], receive: Receiver, thread: int) -> Any:
-    def hook(module: nn.Module, _args: Any, output: Any) -> Any:
+    def hook(module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> Any:
         if threading.get_ident() != thread:
             return None
         index = _weights_index(path, module, output)
         weights, context = output[index], output[0]
-        call = AttentionCall(path, weights, *_unmixed(weights, context, inner), returned=context)
+        hidden = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+        again = recomputed_weights(module, hidden, output[-1])
+        weights = weights if again is None else again
+        found = values_and_output(weights, context, inner, module, hidden)
+        if found is None:
+            raise CaptureError(
+                f"attention layer {path} ({type(module).__name__}): the weights it returns times none of its "
+                "projections give its output, so they cannot be verified; this architecture is not supported"
+            )
+        call = AttentionCall(path, weights, found[1], found[0], returned=context)
         replaced = receive(call)
         inner.clear()
         items = list(output)
         items[index] = weights.new_empty((*weights.shape[:-1], 0))
         if replaced is not None:
             items[0] = replaced
-        return tuple(items)
+        return _like(output, items)
 
     return hook
 
 
+def _like(output: Any, items: list[Any]) -> Any:
+    """Return `items` as the kind of sequence that `output` is."""
+    if isinstance(output, list):
+        return items
+    return type(output)(*items) if hasattr(output, "_fields") else tuple(items)
+
+
 def _weights_index(path: str, module: nn.Module, output: Any) -> int:
-    items = output if isinstance(output, tuple) else ()
+    items = output if isinstance(output, (tuple, list)) else ()
     batch = items[0].shape[0] if items and isinstance(items[0], Tensor) else -1
     found = [
         i for i, t in enumerate(items) if i and isinstance(t, Tensor) and t.dim() == 4 and t.shape[0] == batch
@@ -102,17 +118,3 @@ def _weights_index(path: str, module: nn.Module, output: Any) -> int:
             'load the checkpoint with attention_implementation = "eager" or audit another architecture'
         )
     return found[0]
-
-
-def _unmixed(
-    weights: Tensor, context: Tensor, inner: Mapping[str, tuple[Tensor, Tensor]]
-) -> tuple[Tensor, Tensor | None]:
-    """Split what the layer computed from its values, and the values, into heads where they can be told."""
-    batch, heads, queries, keys = weights.shape
-    value = next((inner[name][1] for name in VALUE_NAMES if name in inner), None)
-    # A projection whose output is what the layer returns took attention × values as its input.
-    mixed = next((before for before, after in inner.values() if after is context), context)
-    if value is None or mixed.dim() != 3 or value.shape != (batch, keys, mixed.shape[-1]):
-        return context, None
-    split = value.view(batch, keys, heads, -1).transpose(1, 2)
-    return mixed.reshape(batch, queries, heads, -1), split

@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from audit.capture.weights import attention_weights, with_sink
+from audit.capture.weights import attention_weights
 
 KERNELS = ("sdpa", "eager")
 _PREFIX = "rollout_audit_"
@@ -172,10 +171,10 @@ def _capturing(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
             return receive.attend(KernelCall(path, module, kernel, query, key, value, attention_mask, kwargs))
         output, weights = kernel(module, query, key, value, attention_mask, **kwargs)
         if receive is not None:
-            seen = weights if weights is not None else _beside(module, query, key, attention_mask, kwargs)
             sink = kwargs.get("s_aux") is not None
-            if sink and seen.shape[-1] == key.shape[-2]:
-                seen = with_sink(seen.to(torch.promote_types(seen.dtype, torch.float32)))
+            # What a kernel returns beside a sink may or may not be scaled by it.
+            seen = None if sink else weights
+            seen = _beside(module, query, key, attention_mask, kwargs) if seen is None else seen
             replaced = receive(AttentionCall(path, seen, output, value, sink))
             output = output if replaced is None else replaced
         return output, weights

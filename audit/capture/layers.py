@@ -14,7 +14,7 @@ from audit.errors import CaptureError
 
 _NO_ATTENTION = re.compile(
     r"Mamba\w*Mixer|FourierTransform|DeltaNet|LinearAttention|LightningAttention|Rwkv\w*Attention|RecurrentBlock"
-    r"|ShortConv|Hyena|xLSTM\w*Layer|mLSTM|sLSTM|Retention|StateSpace|TimeMixer"
+    r"|ShortConv|LSHSelfAttention|Hyena|xLSTM\w*Layer|mLSTM|sLSTM|Retention|StateSpace|TimeMixer"
 )
 _CROSS = re.compile(r"cross|encoder_attn|encdec", re.IGNORECASE)
 
@@ -44,13 +44,15 @@ class CapturePlan:
 
     `narrowed` says that layers which do not run for the inputs at hand were left out. `wiring` says how
     the stacks are joined: one alone, an encoder that a decoder attends to, or two towers that do not see
-    each other.
+    each other. `alone` says that the model takes one probe at a time, since it joins several to one long
+    sequence.
     """
 
     layers: tuple[AttentionLayer, ...]
     configs: tuple[Any, ...]
     narrowed: bool = False
     wiring: Wiring = "single"
+    alone: bool = False
 
     def modules(self, mechanism: str | None = None) -> Mapping[str, nn.Module]:
         """Return path and module of the layers that are captured by `mechanism` (None = all)."""

@@ -72,8 +72,14 @@ def _compare(model: nn.Module, stack: str, plain: _Trace, changed: _Trace, odd: 
             f"{name}: the blocks {stack or 'of the model'} do not pass on one vector for each position; "
             "this architecture is not supported"
         )
-    difference = (plain.final.double() - changed.final.double()).abs().amax(dim=-1)[0]
-    odd = odd.to(difference.device)
+    difference = (plain.final.double() - changed.final.double()).abs()
+    if len(odd) not in difference.shape[:-1][:2]:
+        raise CaptureError(
+            f"{name}: the blocks {stack} give {tuple(difference.shape)}, expected {len(odd)} positions; "
+            "this architecture is not supported"
+        )
+    axis = _axis(difference, len(odd))
+    difference, odd = difference.transpose(0, axis).flatten(1).amax(dim=1), odd.to(difference.device)
     moved, leaked = float(difference[odd].amax()), float(difference[~odd].amax())
     if not leaked <= TOLERANCE[plain.final.dtype] * max(moved, 1e-6):
         raise CaptureError(
@@ -125,8 +131,8 @@ def _blocks(model: nn.Module, stack: str, odd: Tensor | None, trace: _Trace) -> 
         return args, {**kwargs, where: noisy}
 
     def after(_module: nn.Module, _args: Any, output: Any) -> None:
-        first = output[0] if isinstance(output, tuple) else output
-        if threading.get_ident() == thread and isinstance(first, Tensor) and first.dim() == 3:
+        first = output[0] if isinstance(output, (tuple, list)) else output
+        if threading.get_ident() == thread and isinstance(first, Tensor) and first.dim() >= 2:
             trace.final = first
 
     with ExitStack() as hooks:
@@ -137,10 +143,10 @@ def _blocks(model: nn.Module, stack: str, odd: Tensor | None, trace: _Trace) -> 
 
 
 def _stream(args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int) -> int | str | None:
-    """Return which argument of a block is its stream of positions: (batch, position, dim)."""
+    """Return which argument of a block is its stream: (batch, position, …, dim) or (position, dim)."""
     candidates: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for where, value in candidates:
-        is_stream = isinstance(value, Tensor) and value.dim() == 3 and value.shape[1] == length
+        is_stream = isinstance(value, Tensor) and value.dim() >= 2 and length in value.shape[:-1][:2]
         if is_stream and value.is_floating_point():
             return where
     return None
@@ -150,4 +156,11 @@ def _noisy(hidden: Tensor, odd: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(hidden.shape, generator=generator, dtype=torch.float32).to(hidden)
     scale = hidden.detach().float().std().clamp_min(1e-3).to(hidden)
-    return torch.where(odd.to(hidden.device)[None, :, None], hidden + scale * noise, hidden)
+    shape = [1] * hidden.dim()
+    shape[_axis(hidden, len(odd))] = len(odd)
+    return torch.where(odd.to(hidden.device).view(shape), hidden + scale * noise, hidden)
+
+
+def _axis(hidden: Tensor, length: int) -> int:
+    """Return the axis of the positions: the second, or the first where there is no batch axis."""
+    return 1 if hidden.dim() > 2 and hidden.shape[1] == length else 0

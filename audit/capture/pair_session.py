@@ -54,6 +54,11 @@ class PairSession:
             )
         return ("image", "text") if first else ("text", "image")
 
+    def batches(self, window: Sequence[Encoded]) -> list[list[int]]:
+        """Cut a window into batches, as indices into it."""
+        size = 1 if self.plan.alone else None
+        return length_batches(window, self.settings.batch_tokens, max_size=size)
+
     def positions(self, item: Encoded) -> tuple[Positions, Positions]:
         """Return the positions of a probe in the order of the stacks."""
         if item.second is None:
@@ -81,7 +86,7 @@ def capture_pairs(session: PairSession, window: Sequence[Encoded]) -> Iterator[C
     """
     ready: dict[int, Captured] = {}
     cursor = 0
-    for indices in length_batches(window, session.settings.batch_tokens):
+    for indices in session.batches(window):
         batch = [window[i] for i in indices]
         fold, outputs = _fold(session, batch)
         ready |= dict(zip(indices, _captured(session, batch, fold, outputs), strict=True))
@@ -101,7 +106,7 @@ def verify_pairs(session: PairSession, window: Sequence[Encoded]) -> None:
     """
     check_pair_settings(session.fold)
     model = session.checkpoint.model
-    indices = length_batches(window, session.settings.batch_tokens)[0][:VERIFIED_PROBES]
+    indices = session.batches(window)[0][:VERIFIED_PROBES]
     batch = [window[i] for i in indices]
     fold, outputs = _fold(session, batch, verify=True)
     again, outputs_again = _fold(session, batch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -147,4 +148,23 @@ def active_plan(model: nn.Module, plan: CapturePlan, tensors: Mapping[str, Tenso
         except (ValueError, TypeError, AttributeError) as error:
             given, why = ", ".join(tensors), " ".join(str(error).split())
             raise CaptureError(f"{type(core).__name__} cannot run on {given}: {why[:160]}") from error
-    return narrow_plan(core, plan, list(called))
+    found = narrow_plan(core, plan, list(called))
+    return replace(found, alone=_joins_probes(model, found, tensors))
+
+
+def _joins_probes(model: nn.Module, plan: CapturePlan, tensors: Mapping[str, Tensor]) -> bool:
+    """Tell whether two probes give one long row of weights, as where images are packed into a sequence."""
+    if all(len(t) == 1 for t in tensors.values()) and "pixel_values" not in tensors:
+        return False
+    sizes: list[int] = []
+
+    def receive(call: AttentionCall) -> None:
+        sizes.append(len(call.weights))
+
+    doubled = {name: torch.cat([t, t]) for name, t in tensors.items()}
+    try:
+        with exclusive(model, plan.configs), watched(plan, receive, None):
+            run_model(model, doubled, attentions=plan.has_hooks)
+    except (ValueError, RuntimeError, CaptureError):
+        return True  # what it cannot take together it takes alone, and is checked so
+    return not sizes or sizes[0] != 2

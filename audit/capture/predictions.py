@@ -123,7 +123,10 @@ def check_finite(encoded: Sequence[Encoded], logits: Tensor) -> None:
 def first_tensor(outputs: Any) -> Tensor:
     """Return the logits, or the last hidden states of a backbone."""
     values = outputs.values() if isinstance(outputs, Mapping) else outputs
-    return next(value for value in values if isinstance(value, Tensor))
+    found = next((value for value in values if isinstance(value, Tensor)), None)
+    if found is None:
+        raise CaptureError(f"{type(outputs).__name__} holds neither logits nor hidden states")
+    return found
 
 
 def _plain(item: Encoded, **fields: Any) -> Prediction:

@@ -58,7 +58,8 @@ class Session:
         """
         config = core_model(self.checkpoint.model).config
         text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
-        return self.checkpoint.task == "sequence-classification" and text_config.pad_token_id is None
+        unpadded = self.checkpoint.task == "sequence-classification" and text_config.pad_token_id is None
+        return self.plan.alone or unpadded
 
     @cached_property
     def engine(self) -> Engine:
