@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -12,14 +12,17 @@ from numpy.typing import NDArray
 from audit._resampling import (
     Array,
     Codes,
+    SignFlips,
     Units,
     bca_interval,
     bootstrap_means,
     collapse,
+    max_pvalues,
     percentile_interval,
-    sign_flip_pvalues,
+    sign_flips,
     two_sample_pvalues,
     variance_of_mean,
+    wilcoxon_pvalues,
 )
 from audit.calibrate import replicate_test
 from audit.records import STRONG_KINDS, Cell, Column, Effect, ReplicateTest
@@ -45,6 +48,7 @@ class Options:
     seed: int
     interval: Interval = "percentile"
     sizes: Sequence[float | None] | None = None
+    ranks: bool = True
 
     def __post_init__(self) -> None:
         if not 0 < self.alpha < 0.5:
@@ -80,6 +84,8 @@ class Estimates:
     after: Array
     sd: Array | None = None
     pvalue: Array | None = None
+    adjusted: Array | None = None
+    wilcoxon: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -143,11 +149,21 @@ def _ratio_bounds(
 
 def paired_estimates(before: Array, after: Array, codes: Codes | None, options: Options) -> list[Estimates]:
     """Return shift, level and ratio of paired tables (probe, column) with the same missing entries."""
-    parts = [
-        _paired_block(before[:, i : i + _BLOCK], after[:, i : i + _BLOCK], codes, options)
-        for i in range(0, before.shape[1], _BLOCK)
-    ]
-    return [_concatenate([part[i] for part in parts]) for i in range(3)]
+    blocks = [slice(i, i + _BLOCK) for i in range(0, before.shape[1], _BLOCK)]
+    flips = [_flips(after[:, block] - before[:, block], codes, options) for block in blocks]
+    parts = [_paired_block(before[:, block], after[:, block], codes, options) for block in blocks]
+    shift, *others = (_concatenate([part[i] for part in parts]) for i in range(3))
+    tested = replace(
+        shift,
+        pvalue=np.concatenate([one.pvalue for one in flips]),
+        adjusted=max_pvalues(flips),
+        wilcoxon=wilcoxon_pvalues(after - before) if codes is None and options.ranks else None,
+    )
+    return [tested, *others]
+
+
+def _flips(difference: Array, codes: Codes | None, options: Options) -> SignFlips:
+    return sign_flips(collapse(difference, codes), resamples=options.resamples, seed=[options.seed, 1])
 
 
 def _concatenate(parts: Sequence[Estimates]) -> Estimates:
@@ -155,7 +171,7 @@ def _concatenate(parts: Sequence[Estimates]) -> Estimates:
         arrays = [getattr(part, name) for part in parts]
         return None if arrays[0] is None else np.concatenate(arrays)
 
-    names = ("value", "low", "high", "before", "after", "sd", "pvalue")
+    names = ("value", "low", "high", "before", "after", "sd")
     return Estimates(parts[0].measure, **{name: join(name) for name in names})  # type: ignore[arg-type]
 
 
@@ -170,10 +186,9 @@ def _paired_block(before: Array, after: Array, codes: Codes | None, options: Opt
     ratio_low, ratio_high = _ratio_bounds(
         draws[:, columns:], draws[:, columns:] - draws[:, :columns], shift.present, options.alpha
     )
-    pvalue = sign_flip_pvalues(shift, resamples=options.resamples, seed=[options.seed, 1])
     ends = (old, mean[columns:])
     return [
-        Estimates("shift", moved, low[:columns], high[:columns], *ends, spread(difference), pvalue),
+        Estimates("shift", moved, low[:columns], high[:columns], *ends, spread(difference)),
         Estimates("level", mean[columns:], low[columns:], high[columns:], *ends, spread(after)),
         Estimates("ratio", _ratio(ends[1], ends[0]), ratio_low, ratio_high, *ends),
     ]
@@ -310,6 +325,8 @@ def _cell(
         effect_size=value / sd if shift and value is not None and sd else None,
         size=None if options.sizes is None else number(options.sizes[i]),
         pvalue=float(one.pvalue[i]) if one.pvalue is not None and not empty else None,
+        adjusted_pvalue=float(one.adjusted[i]) if one.adjusted is not None and not empty else None,
+        wilcoxon_pvalue=None if one.wilcoxon is None else number(one.wilcoxon[i]),
         n_probes=int(numbers.probes[i]),
         n_missing=int(numbers.missing[i]),
         n_clusters=int(numbers.units[i]) if numbers.grouped else None,

@@ -8,6 +8,7 @@ how many of them are in memory, so that it changes no result.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -197,30 +198,77 @@ def _threshold(observed: Array) -> Array:
     return np.asarray(np.abs(observed) * (1 - 1e-10))
 
 
+@dataclass(frozen=True)
+class SignFlips:
+    """Sign flips of some columns, all with the same signs.
+
+    Attributes
+    ----------
+    pvalue : float64 (column,)
+        Two-sided (k+1)/(N+1) of each column's mean being 0.
+    statistic : float64 (column,)
+        |Σ x| / √(Σ x²), less a rounding error.
+    largest : float64 (resample,)
+        Largest statistic over the columns after each flip.
+    """
+
+    pvalue: Array
+    statistic: Array
+    largest: Array
+
+
+def sign_flips(units: Units, *, resamples: int, seed: Sequence[int]) -> SignFlips:
+    """Flip the sign of each unit at random; equal seeds and units give equal signs for other columns."""
+    scale = np.sqrt((units.sums**2).sum(axis=0))
+    sums = np.divide(units.sums, scale, out=np.zeros_like(units.sums), where=scale > 0)
+    statistic = _threshold(sums.sum(axis=0))
+    reached, largest = np.zeros(sums.shape[1]), np.zeros(resamples)
+    done = 0
+    for drawn in sign_flip_sums(sums, resamples=resamples, seed=seed):
+        size = np.abs(drawn)
+        reached += (size >= statistic).sum(axis=0)
+        largest[done : done + len(size)] = size.max(axis=1, initial=0.0)
+        done += len(size)
+    return SignFlips((reached + 1) / (resamples + 1), statistic, largest)
+
+
 def sign_flip_pvalues(units: Units, *, resamples: int, seed: Sequence[int]) -> Array:
     """Return the two-sided sign-flip p-value (k+1)/(N+1) of each column's mean being 0."""
-    threshold = _threshold(units.sums.sum(axis=0))
-    reached = np.zeros(units.sums.shape[1])
-    for drawn in sign_flip_sums(units.sums, resamples=resamples, seed=seed):
-        reached += (np.abs(drawn) >= threshold).sum(axis=0)
-    return (reached + 1) / (resamples + 1)
+    return sign_flips(units, resamples=resamples, seed=seed).pvalue
+
+
+def max_pvalues(flips: Sequence[SignFlips]) -> Array:
+    """Return single-step max-T adjusted p-values over blocks of columns flipped with the same signs."""
+    largest = np.sort(np.maximum.reduce([one.largest for one in flips]))
+    statistic = np.concatenate([one.statistic for one in flips])
+    return np.asarray((resamples_at_least(largest, statistic) + 1) / (len(largest) + 1))
 
 
 def sign_flip_max_pvalues(units: Units, *, resamples: int, seed: Sequence[int]) -> Array:
     """Return single-step max-T adjusted p-values: every column is flipped with the same signs."""
-    scale = np.sqrt((units.sums**2).sum(axis=0))
-    sums = np.divide(units.sums, scale, out=np.zeros_like(units.sums), where=scale > 0)
-    threshold = _threshold(sums.sum(axis=0))
-    reached = np.zeros(sums.shape[1])
-    for drawn in sign_flip_sums(sums, resamples=resamples, seed=seed):
-        largest = np.sort(np.abs(drawn).max(axis=1))
-        reached += resamples_at_least(largest, threshold)
-    return (reached + 1) / (resamples + 1)
+    return max_pvalues([sign_flips(units, resamples=resamples, seed=seed)])
 
 
 def resamples_at_least(ordered: Array, threshold: Array) -> NDArray[Any]:
     """Return how many entries of the sorted `ordered` are at least each `threshold`."""
     return len(ordered) - np.searchsorted(ordered, threshold, side="left")
+
+
+def wilcoxon_pvalues(differences: Array) -> Array:
+    """Return the two-sided signed-rank p-value of each column of paired differences; NaN where undefined.
+
+    Zero differences are left out (Wilcoxon, Biometrics Bulletin 1 (1945) 80); NaN is missing.
+    """
+    from scipy import stats
+
+    found = np.full(differences.shape[1], np.nan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # few or tied probes: the p-value is approximate
+        for i, column in enumerate(differences.T):
+            values = column[~np.isnan(column)]
+            if values.any():
+                found[i] = stats.wilcoxon(values).pvalue
+    return found
 
 
 def two_sample_pvalues(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from audit._cells import (
     strong_mask,
     two_sample_estimates,
 )
+from audit._multiplicity import benjamini_hochberg
 from audit._resampling import Array, Codes, collapse, encode_groups, variance_of_mean
 from audit.records import Cell, Column, Effect, ShareTable
 
@@ -134,7 +136,8 @@ def compare_tables(
     replicate_kinds : sequence of str, optional
         Kind of each replicate; weak kinds are shown and left out of the replicate test.
     sizes : sequence of float, optional
-        Share that a uniform map would give each column (share / size is the lift).
+        Share that a uniform map would give each column (share / size is the lift); of all probes, so that
+        the segments' cells have none.
     alpha : float
         Intervals have level 1 − 2 alpha.
     resamples, seed : int
@@ -146,8 +149,10 @@ def compare_tables(
     -------
     tuple of Cell
         ``shift``, ``level``, ``ratio`` of each column, the segments' after the whole. p-values are by
-        sign flips (paired) or relabelling (unpaired) and (k+1)/(N+1). `n_probes` of unpaired cells is
-        that of the smaller side.
+        sign flips (paired) or relabelling (unpaired) and (k+1)/(N+1). `adjusted_pvalue` is max-T over the
+        columns of the whole, and Benjamini–Hochberg's over all segments × columns, and over the columns
+        of unpaired tables. Wilcoxon's p-value is that of ungrouped probes. `n_probes` of unpaired cells
+        is that of the smaller side.
 
     Raises
     ------
@@ -171,16 +176,17 @@ def compare_tables(
         samples = (_values("before", before), _aligned("after", before, after, probes=False))
         codes = _two_groups(groups, before, after)
         estimates = two_sample_estimates(*samples, codes, options)
-        return tuple(build_cells(before.columns, estimates, count_numbers(samples, codes), options))
+        return adjusted(build_cells(before.columns, estimates, count_numbers(samples, codes), options))
     old, new = _values("before", before), _aligned("after", before, after)
     others = [_aligned(f"replicates[{i}]", before, one) for i, one in enumerate(replicates)]
     strong = strong_mask(replicate_kinds, len(others))
     parts = _segment_rows(segments, len(old))
     whole = encode_groups(groups, len(old))  # type: ignore[arg-type]
     cells = _paired_cells(before.columns, old, new, others, codes=whole, strong=strong, options=options)
+    segmented: list[Cell] = []
     for name, rows in parts.items():
-        part = Options(effect, name, alpha, resamples, seed, interval, sizes)
-        cells += _paired_cells(
+        part = Options(effect, name, alpha, resamples, seed, interval)
+        segmented += _paired_cells(
             before.columns,
             old[rows],
             new[rows],
@@ -189,7 +195,17 @@ def compare_tables(
             strong=strong,
             options=part,
         )
-    return tuple(cells)
+    return (*cells, *adjusted(segmented))
+
+
+def adjusted(cells: Sequence[Cell]) -> tuple[Cell, ...]:
+    """Return cells whose shifts' p-values are adjusted for looking at all of them (Benjamini–Hochberg)."""
+    rows = [i for i, cell in enumerate(cells) if cell.measure == "shift" and cell.pvalue is not None]
+    values = benjamini_hochberg([cells[i].pvalue or 0.0 for i in rows])
+    found = list(cells)
+    for i, value in zip(rows, values, strict=True):
+        found[i] = replace(found[i], adjusted_pvalue=float(value))
+    return tuple(found)
 
 
 def _paired_cells(
@@ -285,7 +301,7 @@ def compare_interaction(
     strong = strong_mask(replicate_kinds, len(null))
     estimates = two_sample_estimates(*shifts, codes, options)[:1]
     floor = {"shift": _interaction_floor(shifts, null, codes, strong)} if null else None
-    return tuple(build_cells(before.columns, estimates, count_numbers(shifts, codes), options, floor))
+    return adjusted(build_cells(before.columns, estimates, count_numbers(shifts, codes), options, floor))
 
 
 def _interaction_floor(

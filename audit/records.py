@@ -406,6 +406,9 @@ class Cell:
         Level 1 - 2 alpha over probes, or over groups where probes have them.
     pvalue : float or None
         "Did the maps on these probes change?" Shown, never gates.
+    adjusted_pvalue, wilcoxon_pvalue : float or None
+        `pvalue` adjusted for looking at many cells (max-T, or Benjamini–Hochberg over segments and
+        unpaired cells), and the signed-rank test's; both for exploring.
     replicates : tuple of float
         The measure for each replicate, in the comparison's order of replicates.
     probe_variance : float or None
@@ -434,6 +437,8 @@ class Cell:
     probe_variance: float | None = None
     excess: ReplicateTest | None = None
     reason: str | None = None
+    adjusted_pvalue: float | None = None
+    wilcoxon_pvalue: float | None = None
 
 
 @dataclass(frozen=True)

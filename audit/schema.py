@@ -138,6 +138,8 @@ TABLES: dict[str, tuple[ColumnSpec, ...]] = {
         _optional("effect_size", "float64", "d_z"),
         _optional("size", "float64", "share that a uniform map would give"),
         _optional("pvalue", "float64", "did the maps on these probes change? never gates"),
+        _optional("adjusted_pvalue", "float64", "pvalue adjusted for looking at many cells"),
+        _optional("wilcoxon_pvalue", "float64", "signed-rank test of ungrouped probes"),
         _required("n_probes", "int64", "probes with a value"),
         _required("n_missing", "int64", "probes without one"),
         _optional("n_clusters", "int64", "groups of probes"),

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from audit._domain import compare_distributions
 from audit.compare import compare_distances, compare_interaction, compare_tables
 from audit.config import RESAMPLES
 from audit.errors import NothingEvaluatedError, ProbeError
@@ -132,26 +133,44 @@ def _same_weights(before: RunRef, after: RunRef) -> bool | None:
 def compare_subset(
     store: Store, comparison: Comparison, probe_ids: Iterable[str], *, statistics: Statistics | None = None
 ) -> tuple[Cell, ...]:
-    """Return the shift cells of a selection of a stored comparison's probes.
+    """Return the cells of a selection of a stored comparison's probes; nothing is written.
 
-    Replicates that are still in the store are taken along; nothing is written.
+    Replicates that are still in the store are taken along. Of two probe sets the selection may name
+    probes of both.
 
     Raises
     ------
     NothingEvaluatedError
-        When no probe is selected.
+        When no probe is selected (on either side), or a run is not in the store.
     """
     statistics = statistics or Statistics(alpha=comparison.alpha)
-    wanted = set(probe_ids)
-    if comparison.before is None or comparison.after is None or not wanted:
-        raise NothingEvaluatedError("the selection holds no probe; widen the filter")
-    runs = [
-        _select(read_run(store, ref.run_id, kind=ref.kind), wanted)
-        for ref in (comparison.before, comparison.after, *comparison.replicates)
+    before, after = _stored_pair(store, comparison)
+    wanted, paired = set(probe_ids), comparison.kind == "paired"
+    repeats = [
+        read_run(store, ref.run_id, kind=ref.kind)
+        for ref in (comparison.replicates if paired else ())
         if store.has_run(ref.run_id)
     ]
-    before, after, *repeats = runs
-    return tuple(_table_cells(before, after, repeats, statistics))
+    chosen = [_select(run, wanted) for run in in_common(before, after, *repeats)]
+    if any(not run.shares.probe_ids for run in chosen[:2]):
+        where = "" if paired else " on one of the two probe sets"
+        raise NothingEvaluatedError(f"the selection holds no probe{where}; widen the filter")
+    if paired:
+        return tuple(_table_cells(chosen[0], chosen[1], chosen[2:], statistics))
+    return tuple(_unpaired_cells(chosen[0], chosen[1], statistics))
+
+
+def _stored_pair(store: Store, comparison: Comparison) -> tuple[RunData, RunData]:
+    """Return both runs of a comparison from the store."""
+    found = []
+    for name, ref in (("before", comparison.before), ("after", comparison.after)):
+        if ref is None or not store.has_run(ref.run_id):
+            run = "" if ref is None else f" {ref.run_id}"
+            raise NothingEvaluatedError(
+                f"the run{run} {name} is not in this store (a floor holds no probes); capture it here"
+            )
+        found.append(read_run(store, ref.run_id, kind=ref.kind))
+    return found[0], found[1]
 
 
 def _as_run(run: Run | str, store: Store | None, *, kind: str | None = None) -> RunData:
@@ -244,13 +263,15 @@ def _table_cells(
             after.shares,
             [one.shares for one in repeats],
             segments=dict(before.segments) or None,
+            sizes=before.sizes_of(before.shares),
             **options,
         )
     )
     runs = [before, after, *repeats]
     tables = [one.layer_shares for one in runs if one.layer_shares is not None]
     if len(tables) == len(runs) and tables[0].columns:
-        cells += compare_tables(tables[0], tables[1], tables[2:], **options)
+        sizes = before.sizes_of(tables[0])
+        cells += compare_tables(tables[0], tables[1], tables[2:], sizes=sizes, **options)
     return cells
 
 
@@ -333,6 +354,11 @@ def _unpaired_cells(before: RunData, after: RunData, statistics: Statistics) -> 
     options = _options(before, (), statistics)
     del options["groups"]
     groups = (list(before.groups), list(after.groups)) if before.groups and after.groups else None
-    return list(
-        compare_tables(before.shares, after.shares, groups=groups, paired=False, effect="data", **options)
+    sizes = after.sizes_of(before.shares)
+    cells = compare_tables(
+        before.shares, after.shares, groups=groups, paired=False, effect="data", sizes=sizes, **options
     )
+    distributions = compare_distributions(
+        before.shares, after.shares, groups=groups, resamples=statistics.resamples, seed=statistics.seed
+    )
+    return [*cells, *distributions]

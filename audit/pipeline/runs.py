@@ -16,7 +16,7 @@ class RunData:
     """One run as the statistics see it.
 
     `layer_shares` and `store` are None for a run that was read from a floor: it has shares of the
-    whole stack, but no maps.
+    whole stack, but no maps. `sizes` holds the share that uniform maps would give each (region, stream).
     """
 
     ref: RunRef
@@ -28,10 +28,15 @@ class RunData:
     groups: tuple[str | None, ...] = ()
     segments: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
     store: Store | None = None
+    sizes: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
     def read(self) -> RunData:
         """Return the run itself: it is read already."""
         return self
+
+    def sizes_of(self, table: ShareTable) -> list[float | None]:
+        """Return the size of each column of a table, None where it is unknown."""
+        return [self.sizes.get((column.region, column.stream)) for column in table.columns]
 
     def maps(self) -> Iterator[Map]:
         """Yield the maps in the order of the probes."""
@@ -103,7 +108,18 @@ def read_run(store: Store, run_id: str, *, kind: str | None = None, layers: bool
         groups=groups,
         segments=segments,
         store=store,
+        sizes=_sizes(store, run_id),
     )
+
+
+def _sizes(store: Store, run_id: str) -> dict[tuple[str, str], float]:
+    """Return the mean size of each region over the probes that have it."""
+    import polars as pl
+
+    means = store.reliance(run_id).group_by("region", "stream").agg(pl.col("size").mean())
+    return {
+        (row["region"], row["stream"]): row["size"] for row in means.to_dicts() if row["size"] is not None
+    }
 
 
 def _layers_only(table: ShareTable) -> ShareTable:
