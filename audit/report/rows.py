@@ -65,6 +65,7 @@ class CellRow:
     probes: str
     outcome: str
     reason: str
+    exploring: str = ""
 
 
 def shown_outcome(found: RuleVerdict) -> str:
@@ -290,7 +291,26 @@ def cell_row(cell: Cell, outcome: str = "") -> CellRow:
         probes=probes(cell.n_probes, cell.n_missing, cell.n_clusters),
         outcome=outcome,
         reason=clip(cell.reason or "", SENTENCE_WIDTH),
+        exploring=exploring(cell),
     )
+
+
+def exploring(cell: Cell) -> str:
+    """Return what helps to look around and never gates: adjusted and rank p-values, d_z, lift.
+
+    Examples
+    --------
+    >>> exploring(Cell("shift", "a", adjusted_pvalue=0.02, effect_size=0.5, after=0.3, size=0.25))
+    'adjusted .02, d_z .5, lift 1.2'
+    """
+    parts = [
+        f"adjusted {pvalue(cell.adjusted_pvalue)}" if cell.adjusted_pvalue is not None else "",
+        f"Wilcoxon {pvalue(cell.wilcoxon_pvalue)}" if cell.wilcoxon_pvalue is not None else "",
+        f"d_z {wording.number(cell.effect_size, 1)}" if finite(cell.effect_size) else "",
+    ]
+    if cell.measure == "shift" and finite(cell.after) and finite(cell.size) and cell.size > 0:
+        parts.append(f"lift {cell.after / cell.size:.1f}")
+    return ", ".join(part for part in parts if part)
 
 
 Key = tuple[str, str, str, str, int | None, str | None]
