@@ -18,7 +18,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: help demo test check fix bench dashboard clean python
+.PHONY: help demo test check fix bench coverage dashboard clean python
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ fix: $(STAMP) ## Format the code and mend what ruff can mend
 
 bench: $(STAMP) ## Measure: the planted-shift benchmark and the speed of the engines
 	$(BIN)/python -m pytest -s -o python_files='bench_*.py test_*.py' tests/benchmarks
+
+coverage: $(STAMP) ## Measure which model types of transformers can be audited (10 minutes); write docs/coverage.md
+	$(BIN)/audit coverage --measure --page docs/coverage.md
 
 dashboard: $(STAMP) ## Open the dashboard on data/store
 	$(BIN)/audit dashboard

@@ -12,7 +12,14 @@ _CONV: dict[str, Any] = {
     "num_conv_pos_embeddings": 16,
     "num_conv_pos_embedding_groups": 2,
 }
-_LAYERS: dict[str, Any] = {"num_hidden_layers": 2}
+_WINDOWS: dict[str, Any] = {
+    "image_size": 56,
+    "patch_size": 4,
+    "window_size": 7,
+    "embed_dim": 32,
+    "depths": [2, 2],
+    "num_heads": [4, 4],
+}
 
 RECIPES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
@@ -34,6 +41,12 @@ RECIPES: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
     "zamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
     "yolos": {"image_size": [32, 32], "patch_size": 8},
+    **{name: dict(_WINDOWS) for name in ("swin", "swinv2", "donut-swin", "maskformer-swin", "swin2sr")},
+    "layoutlmv3": {"coordinate_size": 6, "shape_size": 4},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0}},
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2},
+    "zamba2": {"num_hidden_layers": 4},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
     "moonshine": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
     **{
         name: dict(_CONV)

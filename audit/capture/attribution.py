@@ -23,6 +23,7 @@ from audit.capture.occlusion import first_patch, occluded, replacement_token
 from audit.capture.passes import exclusive, run_model
 from audit.capture.settings import FoldSettings
 from audit.capture.targets import class_logits
+from audit.capture.threads import own_thread
 from audit.errors import CaptureError
 from audit.records import Checkpoint
 
@@ -210,7 +211,8 @@ def _embedded(core: Any, given: Tensor, feed: dict[str, Tensor]) -> Iterator[Non
         feed["pixel_values"] = given
         yield
         return
-    handle = core.get_input_embeddings().register_forward_hook(lambda _m, _a, _o: given)
+    hook = own_thread(lambda _module, _args, _output: given)
+    handle = core.get_input_embeddings().register_forward_hook(hook)
     try:
         yield
     finally:

@@ -19,6 +19,7 @@ from audit.capture.inputs import core_model
 from audit.capture.interface import AttentionCall, KernelCall, Replacing, interface_capture
 from audit.capture.layers import CapturePlan, expected_calls
 from audit.capture.passes import exclusive, run_model, watched
+from audit.capture.threads import own_thread
 from audit.errors import CaptureError
 from audit.methods.rollout import measured_residual
 from audit.methods.value_aware import (
@@ -64,7 +65,9 @@ class _Watch:
         with ExitStack() as stack:
             for block in dict.fromkeys(self.blocks.values()):
                 layer = self.modules[block.layer]
-                stack.callback(layer.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
+                stack.callback(
+                    layer.register_forward_pre_hook(own_thread(self._begin), with_kwargs=True).remove
+                )
                 self._keep(stack, block.projection, "added", output=True)
                 if block.scale is not None:
                     self._keep(stack, block.scale, "added", output=True)
@@ -72,14 +75,14 @@ class _Watch:
                 self._keep(stack, block.norm, "normed", output=True)
                 if block.second is not None:
                     self._keep(stack, block.second, "second")
-                stack.callback(layer.register_forward_hook(self._end).remove)
+                stack.callback(layer.register_forward_hook(own_thread(self._end)).remove)
             yield
 
     def _keep(self, stack: ExitStack, path: str, name: str, *, output: bool = False) -> None:
         def hook(_module: nn.Module, args: Any, kwargs: Any, given: Any) -> None:
             setattr(self.current, name, first_output(given) if output else first_input(args, kwargs))
 
-        stack.callback(self.modules[path].register_forward_hook(hook, with_kwargs=True).remove)
+        stack.callback(self.modules[path].register_forward_hook(own_thread(hook), with_kwargs=True).remove)
 
     def _begin(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
         self.current = _Layer(hidden=first_input(args, kwargs))
@@ -88,6 +91,10 @@ class _Watch:
         found, self.current = self.current, _Layer()
         if found.call is None or found.hidden is None or found.added is None:
             raise CaptureError("a layer ended without attention; use the method rollout")
+        for name in ("added", "summed", "normed", "second"):
+            part = getattr(found, name)
+            if part is not None:
+                setattr(found, name, part.reshape(found.hidden.shape))
         block, fold = self.blocks[found.call.path], self.fold
         if fold.settings.residual == "measured":
             fold.fold(
@@ -261,7 +268,7 @@ class _Zeroing:
         with ExitStack() as stack:
             for path in dict.fromkeys(block.layer for block in self.blocks.values()):
                 layer = self.modules[path]
-                stack.callback(layer.register_forward_hook(self._end, with_kwargs=True).remove)
+                stack.callback(layer.register_forward_hook(own_thread(self._end), with_kwargs=True).remove)
             yield
 
     def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -24,6 +24,7 @@ from audit.capture.layers import CapturePlan, expected_calls
 from audit.capture.passes import exclusive, run_model
 from audit.capture.settings import FoldSettings
 from audit.capture.targets import resolve_targets, target_scores
+from audit.capture.threads import own_thread
 from audit.capture.weights import attention_weights, with_sink
 from audit.errors import CaptureError
 from audit.methods.gradient import gradient_map, weigh_by_gradient
@@ -363,7 +364,7 @@ def gradient_leaf(model: nn.Module) -> Iterator[list[Tensor]]:
     with ExitStack() as stack:
         for module in model.modules():
             if not any(True for _ in module.children()):
-                stack.callback(module.register_forward_hook(mark).remove)
+                stack.callback(module.register_forward_hook(own_thread(mark)).remove)
         yield leaf
 
 

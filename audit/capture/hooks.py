@@ -81,12 +81,13 @@ def _taking(path: str, inner: dict[str, tuple[Tensor, Tensor]], receive: Receive
         again = recomputed_weights(module, hidden, output[-1])
         weights = weights if again is None else again
         found = values_and_output(weights, context, inner, module, hidden)
-        if found is None:
+        if found is None and weights.shape[2] == context.shape[1]:
             raise CaptureError(
                 f"attention layer {path} ({type(module).__name__}): the weights it returns times none of its "
                 "projections give its output, so they cannot be verified; this architecture is not supported"
             )
-        call = AttentionCall(path, weights, found[1], found[0], returned=context)
+        value, mixed = (None, context) if found is None else found  # windows are refused by their shape
+        call = AttentionCall(path, weights, mixed, value, returned=context)
         replaced = receive(call)
         inner.clear()
         items = list(output)

@@ -73,7 +73,7 @@ def _compare(model: nn.Module, stack: str, plain: _Trace, changed: _Trace, odd: 
             "this architecture is not supported"
         )
     difference = (plain.final.double() - changed.final.double()).abs()
-    if len(odd) not in difference.shape[:-1][:2]:
+    if len(odd) not in difference.shape[:-1]:
         raise CaptureError(
             f"{name}: the blocks {stack} give {tuple(difference.shape)}, expected {len(odd)} positions; "
             "this architecture is not supported"
@@ -146,7 +146,7 @@ def _stream(args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int) -> in
     """Return which argument of a block is its stream: (batch, position, …, dim) or (position, dim)."""
     candidates: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for where, value in candidates:
-        is_stream = isinstance(value, Tensor) and value.dim() >= 2 and length in value.shape[:-1][:2]
+        is_stream = isinstance(value, Tensor) and value.dim() >= 2 and length in value.shape[:-1]
         if is_stream and value.is_floating_point():
             return where
     return None
@@ -162,5 +162,6 @@ def _noisy(hidden: Tensor, odd: Tensor) -> Tensor:
 
 
 def _axis(hidden: Tensor, length: int) -> int:
-    """Return the axis of the positions: the second, or the first where there is no batch axis."""
-    return 1 if hidden.dim() > 2 and hidden.shape[1] == length else 0
+    """Return the axis of the positions: the second, else the first that has their number."""
+    axes = [i for i, size in enumerate(hidden.shape[:-1]) if size == length]
+    return 1 if 1 in axes else axes[0]

@@ -32,6 +32,7 @@ from audit.records import Captured, CaptureSettings, Checkpoint, Map, Method, Po
 
 Progress = Callable[[int], None]
 VERIFIED_PROBES = 2
+ALONE_TOLERANCE = 0.02  # half precision included: kernels differ with the size of a batch
 
 
 @dataclass(frozen=True)
@@ -320,6 +321,8 @@ def verify(session: Session, window: Sequence[Encoded]) -> None:
     checking = session.checking()
     first, second = _fold(checking, batch, check=True), _fold(checking, batch)
     _agree(first, second, "two identical passes disagree; no shift can be judged")
+    if len(batch) > 1:
+        _check_alone(first[0].final_row()[-1:], _fold(checking, batch[-1:])[0].final_row())
     check_mixing(session.checkpoint.model, session.plan, batch[0].tensors, len(batch[0]))
     with exclusive(session.checkpoint.model, session.plan.configs):
         plain = run_model(session.checkpoint.model, stack(batch), keep_logits=session.keep_logits)
@@ -328,6 +331,18 @@ def verify(session: Session, window: Sequence[Encoded]) -> None:
         raise CaptureError(
             f"{name}: capturing changes the model's own output; load the checkpoint with "
             "attention_implementation = 'eager'"
+        )
+
+
+def _check_alone(together: Tensor, alone: Tensor) -> None:
+    """Check that the row of a batch's last probe does not depend on the others (the first may draw alike)."""
+    size = min(together.shape[1], alone.shape[1])
+    error = float((together[:, :size].double() - alone[:, :size].double()).abs().max())
+    limit = ALONE_TOLERANCE * float(alone.double().abs().max())
+    if not error <= max(limit, 1e-6):
+        raise CaptureError(
+            f"a probe's map depends on the other probes of its batch (by {error:.2g}): the model draws "
+            "random numbers or mixes probes; no map can be judged"
         )
 
 
