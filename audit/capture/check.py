@@ -14,6 +14,8 @@ from audit.errors import CaptureError
 # Largest allowed error of row sums and of attention × values, relative to the largest output.
 ROW_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 VALUE_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+# Half precision included: kernels differ with the size of a batch.
+ALONE_TOLERANCE = 0.02
 
 
 def check_rows(call: AttentionCall, valid: Tensor, keys: Tensor | None = None) -> None:
@@ -117,3 +119,32 @@ def check_counts(plan: CapturePlan, called: Counter[str], seen: Counter[str], ex
     total = sum(seen.values())
     if expected is not None and total != expected:
         raise CaptureError(f"captured {total} attention layers, expected {expected} from the config")
+
+
+def check_alone(together: Tensor, alone: Tensor) -> None:
+    """Check that the row of a batch's last probe does not depend on the others.
+
+    The last, since the first may draw the same random numbers alone.
+
+    Parameters
+    ----------
+    together, alone : float Tensor (1, position)
+
+    Raises
+    ------
+    CaptureError
+    """
+    size = min(together.shape[1], alone.shape[1])
+    error = float((together[:, :size].double() - alone[:, :size].double()).abs().max())
+    limit = ALONE_TOLERANCE * float(alone.double().abs().max())
+    if not error <= max(limit, 1e-6):
+        raise CaptureError(
+            f"a probe's map depends on the other probes of its batch (by {error:.2g}): the model draws "
+            "random numbers or mixes probes; no map can be judged"
+        )
+
+
+def same_tensors(a: Tensor, b: Tensor) -> bool:
+    """Tell whether two tensors are equal to the last bit."""
+    # NaN is not equal to itself, yet no sign of randomness; it is reported by its own check.
+    return a.shape == b.shape and torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from torch import Tensor
 from audit.capture.batches import length_batches, stack, valid_positions
 from audit.capture.inputs import Encoded, core_model
 from audit.capture.layers import CapturePlan
+from audit.capture.maps import stream_map
 from audit.capture.mixing import check_mixing
 from audit.capture.multi import PairFold, StreamRows, check_pair_settings, fold_pair
 from audit.capture.passes import exclusive, run_model
@@ -230,27 +230,9 @@ def _map(
 ) -> Map:
     keep = valid[i].cpu().numpy()
     row = stream.final[i].double().cpu().numpy()[keep]
-    if len(row) != len(positions) or not row.sum() > 0:
-        raise CaptureError(
-            f"probe {item.probe.id}: stream {name} has {len(row)} positions with mass {row.sum():.3g}, "
-            f"expected {len(positions)} positions with some mass"
-        )
-    weights = row / row.sum()
     layers = None
     if with_layers:
         rows = np.stack([layer[i].double().cpu().numpy()[keep] for layer in stream.layers])
-        sums = rows.sum(axis=1, keepdims=True)
-        layers = (rows / np.where(sums > 0, sums, 1)).astype(np.float32) if (sums > 0).all() else None
-    entropy = -float(np.sum(weights * np.log(weights, where=weights > 0, out=np.zeros_like(weights))))
-    return Map(
-        probe_id=item.probe.id,
-        weights=weights.astype(np.float32),
-        positions=replace(positions, causal=bool(stream.causal[i]) and len(positions) > 1),
-        stream=name,
-        share=min(float(row.sum()), 1.0),
-        layers=layers,
-        diagnostics={
-            "entropy": entropy / math.log(len(weights)) if len(weights) > 1 else 0.0,
-            "sink": float(weights.max()),
-        },
-    )
+        layers = rows if (rows.sum(axis=1) > 0).all() else None
+    causal = bool(stream.causal[i]) and len(positions) > 1
+    return stream_map(item, row, layers, replace(positions, causal=causal), {}, stream=name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,12 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from audit.capture.batches import length_batches, stack, valid_positions
+from audit.capture.check import check_alone, same_tensors
 from audit.capture.engine import FoldSettings
 from audit.capture.inputs import Encoded, core_model, encode_texts
 from audit.capture.layers import CapturePlan, plan_capture
+from audit.capture.maps import stream_map, undefined_map
 from audit.capture.method_pass import Engine, Fold
 from audit.capture.mixing import check_mixing
 from audit.capture.pair_session import PairSession, capture_pairs, verify_pairs
@@ -28,11 +28,10 @@ from audit.capture.settings import FLOW
 from audit.capture.targets import require_head
 from audit.capture.windows import probe_windows
 from audit.errors import CaptureError
-from audit.records import Captured, CaptureSettings, Checkpoint, Map, Method, Positions, Prediction, Probe
+from audit.records import Captured, CaptureSettings, Checkpoint, Method, Prediction, Probe
 
 Progress = Callable[[int], None]
 VERIFIED_PROBES = 2
-ALONE_TOLERANCE = 0.02  # half precision included: kernels differ with the size of a batch
 
 
 @dataclass(frozen=True)
@@ -322,11 +321,11 @@ def verify(session: Session, window: Sequence[Encoded]) -> None:
     first, second = _fold(checking, batch, check=True), _fold(checking, batch)
     _agree(first, second, "two identical passes disagree; no shift can be judged")
     if len(batch) > 1:
-        _check_alone(first[0].final_row()[-1:], _fold(checking, batch[-1:])[0].final_row())
+        check_alone(first[0].final_row()[-1:], _fold(checking, batch[-1:])[0].final_row())
     check_mixing(session.checkpoint.model, session.plan, batch[0].tensors, len(batch[0]))
     with exclusive(session.checkpoint.model, session.plan.configs):
         plain = run_model(session.checkpoint.model, stack(batch), keep_logits=session.keep_logits)
-    if not _same(first_tensor(plain), first_tensor(first[1])):
+    if not same_tensors(first_tensor(plain), first_tensor(first[1])):
         name = type(core_model(session.checkpoint.model)).__name__
         raise CaptureError(
             f"{name}: capturing changes the model's own output; load the checkpoint with "
@@ -334,27 +333,10 @@ def verify(session: Session, window: Sequence[Encoded]) -> None:
         )
 
 
-def _check_alone(together: Tensor, alone: Tensor) -> None:
-    """Check that the row of a batch's last probe does not depend on the others (the first may draw alike)."""
-    size = min(together.shape[1], alone.shape[1])
-    error = float((together[:, :size].double() - alone[:, :size].double()).abs().max())
-    limit = ALONE_TOLERANCE * float(alone.double().abs().max())
-    if not error <= max(limit, 1e-6):
-        raise CaptureError(
-            f"a probe's map depends on the other probes of its batch (by {error:.2g}): the model draws "
-            "random numbers or mixes probes; no map can be judged"
-        )
-
-
 def _agree(first: tuple[Fold, Any], second: tuple[Fold, Any], message: str) -> None:
-    same_maps = _same(first[0].final_row(), second[0].final_row())
-    if not (same_maps and _same(first_tensor(first[1]), first_tensor(second[1]))):
+    same_maps = same_tensors(first[0].final_row(), second[0].final_row())
+    if not (same_maps and same_tensors(first_tensor(first[1]), first_tensor(second[1]))):
         raise CaptureError(f"determinism: {message}, use another device or attention implementation")
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    # NaN is not equal to itself, yet no sign of randomness; it is reported by its own check.
-    return a.shape == b.shape and torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _captured(session: Session, batch: Sequence[Encoded], fold: Fold, outputs: Any) -> list[Captured]:
@@ -374,9 +356,9 @@ def _captured(session: Session, batch: Sequence[Encoded], fold: Fold, outputs: A
         extra = {name: float(values[i]) for name, values in diagnostics.items()}
         row = final[i][keep[i]]
         if session.fold.needs_target and not row.sum() > 0:
-            one = _undefined(item, positions, extra)
+            one = undefined_map(item, positions, extra)
         else:
-            one = _map(item, row, rows, positions, extra)
+            one = stream_map(item, row, rows, positions, extra)
         found.append(Captured((one,), answers[i]))
     return found
 
@@ -385,42 +367,6 @@ def _is_causal(session: Session, no_future: bool, length: int) -> bool:
     if length > 1:
         return no_future
     return any(getattr(layer.module, "is_causal", False) for layer in session.plan.layers)
-
-
-def _undefined(item: Encoded, positions: Positions, extra: dict[str, float]) -> Map:
-    """Return the map of a probe in which nothing speaks for the target: no mass, so no share of it."""
-    weights = np.zeros(len(positions), np.float32)
-    return Map(item.probe.id, weights, positions, diagnostics={"undefined": 1.0, **extra})
-
-
-def _map(
-    item: Encoded,
-    row: NDArray[np.float64],
-    layers: NDArray[np.float64] | None,
-    positions: Positions,
-    extra: dict[str, float],
-) -> Map:
-    if len(row) != len(positions) or not row.sum() > 0:
-        raise CaptureError(
-            f"probe {item.probe.id}: the rollout has {len(row)} positions with mass "
-            f"{row.sum():.3g}, expected "
-            f"{len(positions)} positions with mass 1"
-        )
-    weights = row / row.sum()
-    if layers is not None:
-        layers = (layers / layers.sum(axis=1, keepdims=True)).astype(np.float32)
-    entropy = -float(np.sum(weights * np.log(weights, where=weights > 0, out=np.zeros_like(weights))))
-    return Map(
-        probe_id=item.probe.id,
-        weights=weights.astype(np.float32),
-        positions=positions,
-        layers=layers,
-        diagnostics={
-            "entropy": entropy / math.log(len(weights)) if len(weights) > 1 else 0.0,
-            "sink": float(weights.max()),
-            **extra,
-        },
-    )
 
 
 __all__ = ["Prediction", "capture", "capture_prepared", "check_determinism", "check_probes"]
