@@ -84,8 +84,11 @@ def comparison(name: str) -> Comparison:
 
 
 def verdict(name: str) -> Verdict | None:
-    """Return the verdict of a stored comparison, None where no policy was judged."""
-    return _verdict(str(store().root), name)
+    """Return the verdict of a stored comparison with today's approvals, None where no policy was judged."""
+    from audit.pipeline.approve import apply_approvals
+
+    found = _verdict(str(store().root), name)
+    return None if found is None else apply_approvals(store(), comparison(name), found)
 
 
 def probe_rows(name: str) -> pl.DataFrame:

@@ -28,10 +28,13 @@ from audit.pipeline import (
     plan_audit,
     plan_run,
     publish_run,
+    read_verdict,
     report_context,
+    signers_of,
 )
 from audit.pipeline.capture import is_stored, missing_shards, relink_run
 from audit.pipeline.gate import require_rules
+from audit.pipeline.signatures import Signers
 from audit.records import Outcome, Verdict
 from audit.report import to_markdown
 from audit.store import Store
@@ -129,7 +132,7 @@ def audit_flow(config_path: str, allow: tuple[str, ...] = ()) -> str:
             capture_task(config_path, plan.role, plan.run_id, index)
         publish_task(config_path, plan.role, plan.run_id)
     identifier = gate_task(config_path, allow)
-    return _completed(config_path, stored_verdict(Store(config.store.url), identifier))
+    return _completed(config_path, stored_verdict(Store(config.store.url), identifier, signers_of(config)))
 
 
 def run_flow(config: Path, *, allow: tuple[str, ...] = (), progress: Progress | None = None) -> Verdict:
@@ -158,7 +161,8 @@ def run_flow(config: Path, *, allow: tuple[str, ...] = (), progress: Progress | 
             identifier = audit_flow(str(config.resolve()), allow)
     finally:
         PROGRESS.reset(token)
-    return stored_verdict(Store(load_config(config).store.url), identifier)
+    settings = load_config(config)
+    return stored_verdict(Store(settings.store.url), identifier, signers_of(settings))
 
 
 def _plan(config_path: str, role: str, run_id: str) -> RunPlan:
@@ -169,15 +173,15 @@ def _plan(config_path: str, role: str, run_id: str) -> RunPlan:
     return plan
 
 
-def stored_verdict(store: Store, identifier: str) -> Verdict:
-    """Return the verdict of a comparison that a flow has stored.
+def stored_verdict(store: Store, identifier: str, signers: Signers | None = None) -> Verdict:
+    """Return the verdict of a comparison that a flow has stored, with its approvals applied.
 
     Raises
     ------
     StoreError
         When it is not there.
     """
-    verdict = store.verdict(identifier)
+    verdict = read_verdict(store, identifier, signers=signers)
     if verdict is None:
         raise StoreError(f"{identifier} has lost its verdict; run the audit again")
     return verdict
