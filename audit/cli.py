@@ -222,9 +222,10 @@ def init(
 
 @app.command()
 def serve(
-    config: Annotated[list[Path], typer.Argument(help="One or more audit.toml with [schedule].")],
+    config: Annotated[list[Path], typer.Argument(help="One or more audit.toml with a schedule.")],
 ) -> None:
     """Serve the schedules of one or more configurations through Prefect."""
+    _need("prefect", "flows")
     from flows.serve import serve_audits
 
     serve_audits(config)
@@ -256,6 +257,7 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Train small models, plant shortcuts in them, and audit them: the whole product in three minutes."""
+    _need("prefect", "flows")
     from flows.demo_flow import run_demo
 
     with progress_bars() as progress:
