@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from audit.capture.inputs import Encoded, accepted_arguments, core_model
+from audit.capture.threads import own_thread
 from audit.errors import CaptureError, ConfigError, ProbeError
 from audit.records import Checkpoint, Probe, Region
 from audit.regions import region_weights
@@ -184,7 +185,7 @@ def head_gradient(checkpoint: Checkpoint, encoded: Encoded) -> NDArray[np.float6
         state = output[0] if isinstance(output, tuple) else output.last_hidden_state
         kept.append(state)
 
-    handles = [base.register_forward_hook(keep), *_gradient_leaf(base)]
+    handles = [base.register_forward_hook(own_thread(keep)), *_gradient_leaf(base)]
     try:
         with torch.enable_grad():
             tensors = {k: _to(v, model) for k, v in encoded.tensors.items()}
@@ -208,7 +209,8 @@ def _gradient_leaf(base: Any) -> list[Any]:
         done.append(True)
         return output if output.requires_grad else output.detach().requires_grad_()
 
-    return [m.register_forward_hook(mark) for m in base.modules() if not any(True for _ in m.children())]
+    leaves = [module for module in base.modules() if not any(True for _ in module.children())]
+    return [module.register_forward_hook(own_thread(mark)) for module in leaves]
 
 
 def _to(tensor: Tensor, model: Any) -> Tensor:

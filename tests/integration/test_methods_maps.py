@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,13 @@ from audit.methods.flow import normalized_flow
 from audit.records import CaptureSettings, Checkpoint, Method, Probe
 from tests.integration.test_capture_families import family_checkpoint, family_probes
 from tests.integration.test_methods_gradient import encode
-from tests.integration.tiny_models import build, checkpoint, text_checkpoint, text_probes
+from tests.integration.tiny_models import (
+    build,
+    checkpoint,
+    text_checkpoint,
+    text_probes,
+    word_tokenizer,
+)
 
 METHODS = [Method(name) for name in PARAMETERS]
 METHODS += [
@@ -214,6 +221,56 @@ def test_names_are_the_same_in_the_configuration_and_the_api() -> None:
         list(audit.compute_maps(subject, ["good"], method="gradient_rolout"))
     with pytest.raises(ConfigError, match="'form' is unknown to 'alti'"):
         parse_config({**base, "method": {"name": "alti", "form": "product"}})
+
+
+@pytest.mark.parametrize("name", ["gradient_rollout", "alti", "value_zeroing", "integrated_gradients"])
+def test_other_threads_use_the_same_model_undisturbed(name: str) -> None:
+    subject, probes = text_checkpoint("bert", attention="sdpa"), text_probes()
+    tensors = encode(subject, probes[3]).tensors
+    with torch.no_grad():
+        expected = subject.model(**tensors).logits
+    maps = [found.maps[0].weights for found in capture(subject, probes, method=Method(name), target=1)]
+    done, wrong = threading.Event(), []
+
+    def answer() -> None:
+        while not done.is_set():
+            with torch.no_grad():
+                wrong.append(not torch.equal(subject.model(**tensors).logits, expected))
+
+    other = threading.Thread(target=answer, daemon=True)
+    other.start()
+    try:
+        again = [found.maps[0].weights for found in capture(subject, probes, method=Method(name), target=1)]
+    finally:
+        done.set()
+        other.join()
+    assert len(wrong) > 2
+    assert not any(wrong)
+    for one, two in zip(maps, again, strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+def test_integrated_gradients_that_do_not_add_up_are_refused() -> None:
+    """A routed feed-forward block jumps along the line, so no number of steps adds up."""
+    sizes = {
+        "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1,
+        "intermediate_size": 32, "sliding_window": 64, "pad_token_id": 0,
+    }  # fmt: skip
+    tokenizer = word_tokenizer()
+    subject = checkpoint(build("GptOssForCausalLM", vocab_size=len(tokenizer), **sizes), tokenizer)
+    with pytest.raises(CaptureError, match=r"miss their sum by [\d.]+% after 16 steps, allowed 5%"):
+        list(capture(subject, text_probes(), method=Method("integrated_gradients", params={"steps": 2})))
+
+
+def test_the_docs_describe_every_method_and_its_parameters() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "methods.md").read_text(encoding="utf-8")
+    for name, parameters in PARAMETERS.items():
+        section = text.split(f"\n## {name}\n")[1].split("\n## ")[0]
+        assert "Can tell" in section
+        assert "Cannot tell" in section
+        row = next(line for line in text.splitlines() if line.startswith(f"| [`{name}`]"))
+        assert row.split("|")[5].strip() == ("yes" if name in TARGETED else "no")
+        assert all(f"`{key}`" in text for key in parameters)
 
 
 def minilm(*, head: bool) -> Checkpoint:

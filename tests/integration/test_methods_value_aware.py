@@ -312,6 +312,14 @@ def test_parallel_blocks_are_refused_by_layer() -> None:
     assert len(list(capture(subject, text_probes(), method=Method("gradient_rollout")))) == len(text_probes())
 
 
+def test_layers_that_join_batch_and_position_are_split_all_the_same() -> None:
+    tokenizer = word_tokenizer()
+    sizes = {"ffn_dim": 37, "word_embed_proj_dim": 32, "pad_token_id": 0}
+    subject = checkpoint(build("OPTForCausalLM", vocab_size=len(tokenizer), **sizes), tokenizer)
+    for name in ("norms", "alti", "value_zeroing"):  # the parts are checked against the layer's output
+        assert len(list(capture(subject, text_probes(), method=Method(name)))) == len(text_probes())
+
+
 def test_values_off_the_interface_cannot_be_zeroed() -> None:
     subject = family_checkpoint("deberta-v2")
     with pytest.raises(CaptureError, match="not on the attention interface, so its values cannot be zeroed"):
