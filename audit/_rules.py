@@ -30,7 +30,7 @@ from audit._sentences import (
 )
 from audit.calibrate import DISTANCES, equivalence
 from audit.errors import ConfigError
-from audit.records import Cell, Comparison, Outcome, Policy, Rule, RuleVerdict
+from audit.records import Cell, Comparison, Outcome, Policy, ReplicateTest, Rule, RuleVerdict
 
 SIMILARITIES = frozenset({"cosine_similarity", "spearman", "top_k_overlap"})
 """Measures that are largest for equal maps: their limit is a lower one."""
@@ -350,14 +350,17 @@ def judge_excess(
         sentence = excess_sentence(cell, rule, Outcome.INCONCLUSIVE, floor, numbers=found.reason or "")
         return replace(found, sentence=sentence, **facts)
     large = effect_of(cell, test.excess) >= policy.effect_floor
+    sampled = _probe_sets_explain(cell, test)
     outcome, reason, needed = Outcome.INCONCLUSIVE, None, None
-    if adjusted <= policy.alpha and large:
+    if adjusted <= policy.alpha and large and not sampled:
         outcome = Outcome.FAIL
     elif equivalence(test.interval, within, alternative=direction_of(rule)):
         outcome = Outcome.PASS
     else:
         reason = "the interval of the excess is not inside the margin"
-        if adjusted <= policy.alpha:
+        if adjusted <= policy.alpha and sampled:
+            reason = "other probes of the two sets could show the opposite: the interval holds 0"
+        elif adjusted <= policy.alpha:
             reason = (
                 f"larger than re-training explains, but below the effect floor of {policy.effect_floor:g}"
             )
@@ -375,3 +378,14 @@ def judge_excess(
         reason=reason,
         **facts,
     )
+
+
+def _probe_sets_explain(cell: Cell, test: ReplicateTest) -> bool:
+    """Return whether the choice of probes alone could explain an excess over two probe sets.
+
+    The replicate test holds the probes fixed. That is right for one set, on which all runs are paired;
+    two sets are two samples, so that the interval, which counts their scatter, must exclude 0 as well.
+    """
+    if cell.effect not in ("data", "interaction") or test.interval is None:
+        return False
+    return test.interval[0] <= 0 <= test.interval[1]

@@ -572,6 +572,11 @@ def test_effect_defaults_to_model_and_else_to_data():
     assert only.sentence.startswith("between the two probe sets the attention map moved towards 'corner'")
 
 
+def test_interaction_that_other_probes_could_reverse_is_inconclusive():
+    scattered = cell(0.06, effect="interaction", probe_variance=0.05**2)
+    expect(judge(comparison(cell(0.0), scattered), excess(effect="interaction")), "INCONCLUSIVE", 4)
+
+
 def test_interaction_is_judged_against_the_replicates_interactions():
     both = comparison(cell(0.0), cell(0.06, effect="interaction"))
     verdict = judge(both, excess(effect="interaction"))
