@@ -23,6 +23,7 @@ _SIZES: tuple[tuple[str, int], ...] = (
         r"(encoder|decoder|num|.*hidden)_?(num_)?(hidden_)?(layers|blocks)|depth|.*num_hidden_layers|num_layers",
         2,
     ),
+    (r"qk_head_dim", 2 * HEAD),  # with and without rotation
     (r"(attention_)?head_(dim|size)|.*_head_dim|d_kv|kv_channels|global_head_dim", HEAD),
     (r"qk_rope_head_dim|rotary_dim", HEAD),
     (r".*(kv|q|o|qk)_lora_rank|.*lora_rank|.*_rank", 16),

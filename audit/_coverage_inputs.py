@@ -40,7 +40,10 @@ def random_inputs(model: Any, *, seed: int = 0, tokens: int = TOKENS) -> Iterato
     if "input_features" in names:
         yield from _sound(model, names, tokens, draw)
     if "input_values" in names:
-        yield from _waves(model, draw)
+        for wave in _waves(model, draw):
+            yield wave
+            if "decoder_input_ids" in names:
+                yield {**wave, "decoder_input_ids": _ids(model.config, (1, tokens - 3), draw)}
     if "inputs_embeds" in names and "input_ids" not in names:
         width = next(first_value(model.config, "hidden_size", "d_model", "dim"), 32)
         yield {"inputs_embeds": torch.randn(1, tokens, width, generator=draw)}
@@ -54,7 +57,8 @@ def _text(config: Any, names: set[str], tokens: int, draw: torch.Generator) -> d
         corners = torch.randint(0, 60, (1, tokens, 2), generator=draw)
         tensors["bbox"] = torch.cat([corners, corners + 20], dim=-1)
     if "decoder_input_ids" in names:
-        tensors["decoder_input_ids"] = _ids(config, (1, tokens - 3), draw)
+        books = next(first_value(config, "num_codebooks"), 1)  # MusicGen's rows of codes
+        tensors["decoder_input_ids"] = _ids(config, (books, tokens - 3), draw)
     return tensors
 
 

@@ -21,6 +21,11 @@ _WINDOWS: dict[str, Any] = {
     "num_heads": [4, 4],
 }
 
+_LAYERED_ROPE: dict[str, Any] = {
+    name: {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+    for name in ("full_attention", "sliding_attention")
+}
+
 RECIPES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
     "esm": {"vocab_size": 128, "pad_token_id": 1, "mask_token_id": 2},
@@ -38,7 +43,13 @@ RECIPES: dict[str, dict[str, Any]] = {
     "time_series_transformer": {"prediction_length": 4},
     "bridgetower": {"text_config": {"num_attention_heads": 4}, "num_attention_heads": 4},
     "deepseek_v2": {"topk_group": 1, "n_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
-    "dots1": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
+    "dots1": {
+        "n_shared_experts": 1,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_experts_per_tok": 2,
+    },
     "zamba": {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
     "yolos": {"image_size": [32, 32], "patch_size": 8},
     **{name: dict(_WINDOWS) for name in ("swin", "swinv2", "donut-swin", "maskformer-swin", "swin2sr")},
@@ -47,6 +58,14 @@ RECIPES: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2},
     "zamba2": {"num_hidden_layers": 4},
     "gemma3n_text": {"num_kv_shared_layers": 0},
+    "mistral4": {"head_dim": 16},
+    "axk1": {"n_group": 1, "topk_group": 1},
+    "cohere_compass_text": {"rope_parameters": _LAYERED_ROPE},
+    "cohere_compass": {"text_config": {"rope_parameters": _LAYERED_ROPE}},
+    "neomme": {"head_dim": 16, "rope_parameters": _LAYERED_ROPE},
+    "bros": {"hidden_size": 128},
+    "chameleon": {"vocabulary_map": {"<image>": 5, "IMGIMGA": 6}},
+    "emu3": {"vocabulary_map": {"<image>": 5, "<|visual token 000000|>": 6}},
     "moonshine": {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4},
     **{
         name: dict(_CONV)

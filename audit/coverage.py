@@ -70,10 +70,11 @@ def read_coverage(path: Path = RESULTS, *, transformers: str | None = None) -> t
 
 
 def write_coverage(results: Iterable[Coverage], path: Path = RESULTS) -> None:
-    """Keep results for the installed transformers beside those of other versions."""
+    """Keep results for the installed transformers beside those of other types and versions."""
     kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    rows = sorted(results, key=lambda row: row.model_type)
-    kept[version("transformers")] = [asdict(row) for row in rows]
+    rows = {row["model_type"]: row for row in kept.get(version("transformers"), ())}
+    rows |= {row.model_type: asdict(row) for row in results}
+    kept[version("transformers")] = [rows[name] for name in sorted(rows)]
     path.write_text(json.dumps(kept, indent=0, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
 
 

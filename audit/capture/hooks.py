@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -36,14 +36,23 @@ def counted_calls(layers: Mapping[str, nn.Module]) -> Iterator[Counter[str]]:
         yield calls
 
 
+Replay = Mapping[str, Sequence[tuple[str, Tensor]]]
+"""For each layer, call by call, a projection of it and what that projection is to take."""
+
+
 @contextmanager
-def hook_capture(layers: Mapping[str, nn.Module], receive: Receiver) -> Iterator[None]:
+def hook_capture(
+    layers: Mapping[str, nn.Module], receive: Receiver, replay: Replay | None = None
+) -> Iterator[None]:
     """Send the weights that `layers` return to `receive` for calls of this thread.
 
     Parameters
     ----------
     layers : mapping of path to module
     receive : function of an AttentionCall
+    replay : Replay, optional
+        What projections take in the place of what the layer's attention gives in this pass; its weights
+        are not verified then.
 
     Raises
     ------
@@ -58,7 +67,10 @@ def hook_capture(layers: Mapping[str, nn.Module], receive: Receiver) -> Iterator
             for name, child in module.named_children():
                 if isinstance(getattr(child, "weight", None), Tensor):
                     stack.callback(child.register_forward_hook(_keep(name, inner, thread)).remove)
-            hook = _taking(path, inner, receive, thread)
+                inputs = [x for projection, x in (replay or {}).get(path, ()) if projection == name]
+                if inputs:
+                    stack.callback(child.register_forward_pre_hook(_replaying(inputs, thread)).remove)
+            hook = _taking(path, inner, receive, thread, verify=replay is None)
             stack.callback(module.register_forward_hook(hook, prepend=True, with_kwargs=True).remove)
         yield
 
@@ -71,7 +83,18 @@ def _keep(name: str, inner: dict[str, tuple[Tensor, Tensor]], thread: int) -> An
     return hook
 
 
-def _taking(path: str, inner: dict[str, tuple[Tensor, Tensor]], receive: Receiver, thread: int) -> Any:
+def _replaying(inputs: Sequence[Tensor], thread: int) -> Any:
+    left = list(inputs)
+
+    def hook(_module: nn.Module, args: Any) -> Any:
+        return (left.pop(0), *args[1:]) if threading.get_ident() == thread and left else None
+
+    return hook
+
+
+def _taking(
+    path: str, inner: dict[str, tuple[Tensor, Tensor]], receive: Receiver, thread: int, *, verify: bool
+) -> Any:
     def hook(module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> Any:
         if threading.get_ident() != thread:
             return None
@@ -80,14 +103,15 @@ def _taking(path: str, inner: dict[str, tuple[Tensor, Tensor]], receive: Receive
         hidden = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
         again = recomputed_weights(module, hidden, output[-1])
         weights = weights if again is None else again
-        found = values_and_output(weights, context, inner, module, hidden)
-        if found is None and weights.shape[2] == context.shape[1]:
+        found = values_and_output(weights, context, inner, module, hidden) if verify else None
+        if verify and found is None and weights.shape[2] == context.shape[1]:
             raise CaptureError(
                 f"attention layer {path} ({type(module).__name__}): the weights it returns times none of its "
                 "projections give its output, so they cannot be verified; this architecture is not supported"
             )
-        value, mixed = (None, context) if found is None else found  # windows are refused by their shape
-        call = AttentionCall(path, weights, mixed, value, returned=context)
+        # Windows are refused by their shape.
+        value, mixed, projection = (None, context, "") if found is None else found
+        call = AttentionCall(path, weights, mixed, value, returned=context, projection=projection)
         replaced = receive(call)
         inner.clear()
         items = list(output)

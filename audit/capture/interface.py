@@ -43,6 +43,8 @@ class AttentionCall:
         What the model's own kernel returned.
     returned : Tensor or None
         What the layer gives on, where that is not `output`.
+    projection : str
+        Name of the layer's projection that takes `output`, where the layer does more than attend.
     """
 
     path: str
@@ -51,6 +53,7 @@ class AttentionCall:
     value: Tensor | None = None
     sink: bool = False
     returned: Tensor | None = None
+    projection: str = ""
 
 
 # May return what the layer is to give on in the place of `output`.

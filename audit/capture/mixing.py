@@ -23,9 +23,11 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-2, torc
 
 @dataclass
 class _Trace:
-    """What one pass did: each attention call's output, and the output of the last block."""
+    """What one pass did: each attention call's output and weights in brief, and the last block's output."""
 
     outputs: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    inputs: dict[str, list[tuple[str, Tensor]]] = field(default_factory=dict)
+    summaries: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     final: Tensor | None = None
     touched: bool = False
 
@@ -63,6 +65,31 @@ def check_mixing(
         odd = torch.arange(length) % 2 == parity
         changed = _pass(model, plan, tensors, stack, odd=odd, before=plain)
         _compare(model, stack, plain, changed, odd)
+    _check_order(model, plan, tensors, stack, plain)
+
+
+def _check_order(
+    model: nn.Module, plan: CapturePlan, tensors: Mapping[str, Tensor], stack: str, plain: _Trace
+) -> None:
+    """Check that the layers stand behind each other: the first one's output reaches all that follow.
+
+    Layers side by side (two branches over one input) would be multiplied in an order that they lack.
+    """
+    stacks = {layer.path: layer.stack for layer in plan.layers}
+    order = [index for index in plain.summaries if stacks[index[0]] == stack]
+    nudged = _Trace()
+    if order[0] in plain.outputs:
+        nudged.outputs[order[0]] = _jolted(plain.outputs[order[0]])
+    else:
+        projection, taken = plain.inputs[order[0][0]][0]
+        nudged.inputs[order[0][0]] = [(projection, _jolted(taken))]
+    after = _pass(model, plan, tensors, stack, before=nudged)
+    for index in order[1:]:
+        if torch.equal(plain.summaries[index], after.summaries[index]):
+            raise CaptureError(
+                f"{type(model).__name__}: attention layer {index[0]} does not see what {order[0][0]} "
+                "gives, so the layers do not follow one another; no exact rollout exists for it"
+            )
 
 
 def _compare(model: nn.Module, stack: str, plain: _Trace, changed: _Trace, odd: Tensor) -> None:
@@ -81,6 +108,8 @@ def _compare(model: nn.Module, stack: str, plain: _Trace, changed: _Trace, odd: 
     axis = _axis(difference, len(odd))
     difference, odd = difference.transpose(0, axis).flatten(1).amax(dim=1), odd.to(difference.device)
     moved, leaked = float(difference[odd].amax()), float(difference[~odd].amax())
+    if moved == 0:
+        raise CaptureError(f"{name}: the blocks {stack} pass nothing on; this architecture is not supported")
     if not leaked <= TOLERANCE[plain.final.dtype] * max(moved, 1e-6):
         raise CaptureError(
             f"{name}: positions mix outside the captured attention in {stack or 'the model'} (a change of "
@@ -102,12 +131,21 @@ def _pass(
     def receive(call: AttentionCall) -> Tensor | None:
         index = (call.path, calls[call.path])
         calls[call.path] += 1
+        trace.summaries[index] = call.weights.detach().double() @ _ramp(call.weights.shape[-1], call.weights)
         if before is not None:
             return before.outputs.get(index)
-        trace.outputs[index] = call.output if call.returned is None else call.returned
+        if call.projection:
+            trace.inputs.setdefault(call.path, []).append((call.projection, call.output.flatten(2)))
+        else:
+            trace.outputs[index] = call.output if call.returned is None else call.returned
         return None
 
-    with exclusive(model, plan.configs), watched(plan, receive, None), _blocks(model, stack, odd, trace):
+    replay = None if before is None else before.inputs
+    with (
+        exclusive(model, plan.configs),
+        watched(plan, receive, None, replay),
+        _blocks(model, stack, odd, trace),
+    ):
         run_model(model, tensors, attentions=plan.has_hooks)
     return trace
 
@@ -150,6 +188,16 @@ def _stream(args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int) -> in
         if is_stream and value.is_floating_point():
             return where
     return None
+
+
+def _ramp(keys: int, like: Tensor) -> Tensor:
+    return torch.arange(1, keys + 1, dtype=torch.float64, device=like.device).sqrt()
+
+
+def _jolted(output: Tensor) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    noise = torch.randn(output.shape, generator=generator, dtype=torch.float32).to(output)
+    return output + noise * output.detach().float().std().clamp_min(1e-3).to(output)
 
 
 def _noisy(hidden: Tensor, odd: Tensor) -> Tensor:

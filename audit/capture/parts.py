@@ -14,7 +14,7 @@ Inner = Mapping[str, tuple[Tensor, Tensor]]
 
 def values_and_output(
     weights: Tensor, context: Tensor, inner: Inner, module: nn.Module, hidden: Tensor | None
-) -> tuple[Tensor, Tensor] | None:
+) -> tuple[Tensor, Tensor, str] | None:
     """Return the values of a layer and what its attention made of them, None where they are not found.
 
     A pair is taken only if weights × values gives the output, up to a bias that is the same for every
@@ -35,20 +35,22 @@ def values_and_output(
     -------
     value : Tensor (batch, head, key, dim)
     output : Tensor (batch, query, head, dim)
+    projection : str
+        Name of the projection that took the output, empty where the layer itself returns it.
     """
     wide = weights.to(torch.promote_types(weights.dtype, torch.float32))
     for value in _values(weights, inner, module, hidden):
         mixed = (wide @ value.to(wide.dtype)).transpose(1, 2)
-        for output in _outputs(weights, context, inner):
+        for name, output in _outputs(weights, context, inner):
             if output.shape != mixed.shape:
                 continue
             difference = output.to(mixed.dtype) - mixed
             bias = difference.mean(dim=1, keepdim=True)
             scale = output.abs().amax().clamp_min(1e-6)
             if (difference - bias).abs().amax() <= TOLERANCE[context.dtype] * scale:
-                return value + bias.transpose(1, 2).to(value.dtype), output
+                return value + bias.transpose(1, 2).to(value.dtype), output, name
         if _gives(module, mixed, context):
-            return value, mixed.to(context.dtype)
+            return value, mixed.to(context.dtype), ""
     return None
 
 
@@ -75,11 +77,11 @@ def _uncalled(inner: Inner, module: nn.Module, hidden: Tensor | None) -> Iterato
         yield nn.functional.linear(hidden, projection.weight, projection.bias)
 
 
-def _outputs(weights: Tensor, context: Tensor, inner: Inner) -> Iterator[Tensor]:
+def _outputs(weights: Tensor, context: Tensor, inner: Inner) -> Iterator[tuple[str, Tensor]]:
     batch, heads, queries, _ = weights.shape
-    for mixed in [context, *(before for before, _ in inner.values())]:
+    for name, mixed in [("", context), *((name, before) for name, (before, _) in inner.items())]:
         if mixed.dim() == 3 and mixed.shape[:2] == (batch, queries) and mixed.shape[2] % heads == 0:
-            yield mixed.reshape(batch, queries, heads, -1)
+            yield name, mixed.reshape(batch, queries, heads, -1)
 
 
 def _gives(module: nn.Module, mixed: Tensor, context: Tensor) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from audit.capture.check import check_counts, check_rows, check_values
 from audit.capture.engine import BatchFold
-from audit.capture.hooks import counted_calls, hook_capture
+from audit.capture.hooks import Replay, counted_calls, hook_capture
 from audit.capture.inputs import accepted_arguments, core_model
 from audit.capture.interface import AttentionCall, Receiver, config_locks, interface_capture
 from audit.capture.layers import CapturePlan, expected_calls, narrow_plan
@@ -74,7 +74,9 @@ def exclusive(model: nn.Module, configs: Sequence[Any] = ()) -> Iterator[None]:
 
 
 @contextmanager
-def watched(plan: CapturePlan, receive: Receiver, expected: int | None) -> Iterator[None]:
+def watched(
+    plan: CapturePlan, receive: Receiver, expected: int | None, replay: Replay | None = None
+) -> Iterator[None]:
     """Send each attention call of this thread to `receive`, and check on leaving that none was missed."""
     seen = Counter[str]()
 
@@ -85,7 +87,7 @@ def watched(plan: CapturePlan, receive: Receiver, expected: int | None) -> Itera
     with ExitStack() as stack:
         called = stack.enter_context(counted_calls(plan.modules()))
         stack.enter_context(interface_capture(plan.modules("interface"), plan.configs, note))
-        stack.enter_context(hook_capture(plan.modules("hook"), note))
+        stack.enter_context(hook_capture(plan.modules("hook"), note, replay))
         yield
         check_counts(plan, called, seen, expected)
 
@@ -141,15 +143,25 @@ def active_plan(model: nn.Module, plan: CapturePlan, tensors: Mapping[str, Tenso
         When the model cannot run, or what runs has no exact rollout; see
         :func:`audit.capture.layers.narrow_plan`.
     """
-    core = core_model(model)
-    with exclusive(model, plan.configs), counted_calls(plan.modules()) as called:
-        try:
-            run_model(model, tensors)
-        except (ValueError, TypeError, AttributeError) as error:
-            given, why = ", ".join(tensors), " ".join(str(error).split())
-            raise CaptureError(f"{type(core).__name__} cannot run on {given}: {why[:160]}") from error
-    found = narrow_plan(core, plan, list(called))
+    with counted_calls(plan.modules()) as called:
+        _run_or_refuse(model, plan, tensors)
+    found = narrow_plan(core_model(model), plan, list(called))
+    if found.has_hooks:
+        _run_or_refuse(model, plan, tensors, attentions=True)
     return replace(found, alone=_joins_probes(model, found, tensors))
+
+
+def _run_or_refuse(
+    model: nn.Module, plan: CapturePlan, tensors: Mapping[str, Tensor], *, attentions: bool = False
+) -> None:
+    try:
+        with exclusive(model, plan.configs):
+            run_model(model, tensors, attentions=attentions)
+    except (ValueError, TypeError, AttributeError) as error:
+        given, why = ", ".join(tensors), " ".join(str(error).split())
+        asked = " when it is asked for its attentions" if attentions else ""
+        name = type(core_model(model)).__name__
+        raise CaptureError(f"{name} cannot run on {given}{asked}: {why[:160]}") from error
 
 
 def _joins_probes(model: nn.Module, plan: CapturePlan, tensors: Mapping[str, Tensor]) -> bool:

@@ -281,6 +281,43 @@ def test_positions_that_mix_outside_attention_are_refused() -> None:
         list(capture(subject, text_probes()))
 
 
+class SideBySide(torch.nn.Module):
+    """Gives a block the stream as it was before the block below it: two branches over one input."""
+
+    def __init__(self, below: torch.nn.Module, block: torch.nn.Module) -> None:
+        super().__init__()
+        self.block = block
+        below.register_forward_pre_hook(self.keep)
+
+    def keep(self, _module: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        self.before = args[0]
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        branch = self.block(self.before, *args, **kwargs)
+        return branch + hidden if isinstance(branch, torch.Tensor) else (branch[0] + hidden, *branch[1:])
+
+
+def test_layers_side_by_side_are_refused() -> None:
+    subject = text_checkpoint("bert", attention="sdpa")
+    layers = subject.model.bert.encoder.layer
+    layers[1] = SideBySide(layers[0], layers[1])
+    with pytest.raises(CaptureError, match=r"does not see what bert.encoder.layer.0.attention.self gives"):
+        list(capture(subject, text_probes()))
+
+
+@pytest.mark.parametrize("architecture", ["BloomForCausalLM", "FalconForCausalLM"])
+def test_mixing_is_seen_in_layers_that_return_their_own_residual(architecture: str) -> None:
+    names = {"n_layer": 3, "n_head": 4} if architecture == "BloomForCausalLM" else {}
+    model = build(architecture, vocab_size=40, pad_token_id=0, **names)
+    block = model.transformer.h[1]
+    block.mlp = torch.nn.Sequential(block.mlp, Blurring()) if architecture.startswith("Falcon") else block.mlp
+    block.post_attention_layernorm = torch.nn.Sequential(
+        getattr(block, "post_attention_layernorm", torch.nn.Identity()), Blurring()
+    )
+    with pytest.raises(CaptureError, match=r"positions mix outside the captured attention in transformer.h"):
+        list(capture(checkpoint(model, word_tokenizer()), text_probes()))
+
+
 def test_cross_attention_without_an_encoder_rests_and_changes_no_map() -> None:
     plain = build("BertLMHeadModel", is_decoder=True, vocab_size=40)
     idle = build("BertLMHeadModel", is_decoder=True, add_cross_attention=True, vocab_size=40)

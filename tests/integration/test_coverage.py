@@ -72,13 +72,14 @@ INTERFACE = [
     "hubert",
     "audio-spectrogram-transformer",
 ]
-FALLBACK = ["deberta", "deberta-v2", "mpnet", "gpt_neo", "bloom", "falcon", "blip", "wavlm", "vilt"]
+FALLBACK = ["deberta", "deberta-v2", "mpnet", "gpt_neo", "bloom", "falcon", "blip", "wavlm"]
 REFUSED = {
     "swin": "windowed or pooled attention",
     "longformer": "windowed or pooled attention",
     "mamba": "mixes positions without softmax attention",
     "fnet": "mixes positions without softmax attention",
     "convbert": "cannot be verified",
+    "vilt": "the model draws random numbers",  # the order of its patches
     "parakeet_encoder": "positions mix outside the captured attention",
 }
 
