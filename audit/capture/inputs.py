@@ -315,8 +315,9 @@ def patch_grid(config: Any, size: tuple[int, int]) -> tuple[int, int]:
     CaptureError
         When the config has no patch size.
     """
-    vision = getattr(config, "vision_config", None) or config  # a model with two towers
-    patch = getattr(vision, "patch_size", None)
+    # Models with two towers and captioners keep the image part's config inside theirs.
+    parts = [getattr(config, name, None) for name in ("vision_config", "encoder")]
+    patch = next((p for part in (*parts, config) if (p := getattr(part, "patch_size", None))), None)
     if patch is None:
         raise CaptureError(
             f"{type(config).__name__} has no patch_size; patches cannot be placed in the image"

@@ -202,3 +202,25 @@ def test_both_towers_of_clip_are_read_where_the_similarity_reads_them() -> None:
 def test_image_with_text_is_refused_where_there_are_no_two_towers() -> None:
     with pytest.raises(CaptureError, match="need a model with a text tower and an image tower"):
         list(capture(text_checkpoint("bert"), pair_probes()))
+
+
+def test_captions_draw_on_the_patches_of_the_image() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 37}
+    encoder = transformers.ViTConfig(**sizes, image_size=32, patch_size=8)
+    decoder = transformers.GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, vocab_size=40, n_positions=64, is_decoder=True,
+        add_cross_attention=True,
+        bos_token_id=2, eos_token_id=3, pad_token_id=0,
+    )  # fmt: skip
+    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    config.decoder_start_token_id, config.pad_token_id, config.eos_token_id = 2, 0, 3
+    torch.manual_seed(0)
+    model = transformers.VisionEncoderDecoderModel(config)
+    model.generation_config.decoder_start_token_id = 2
+    subject = checkpoint(model, image_processor())
+    for captured in capture(subject, image_probes(3), method=Method(row="decoder:1")):
+        source, prefix = captured.maps
+        assert (source.stream, source.positions.grid, len(source.weights)) == ("source", (4, 4), 17)
+        assert len(prefix.weights) == 2
+        assert source.positions.boxes is not None
+        assert abs(source.share + prefix.share - 1) < 1e-5
