@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -209,9 +210,14 @@ _LEADING = ("cls_token", "class_token", "class_embedding", "distillation_token",
 _TRAILING = ("detection_tokens",)
 
 
+_EXTRA_TOKENS: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
+
+
 def extra_tokens(model: Any) -> tuple[int, int]:
-    """Count the learned tokens that a vision model puts before and after its patches."""
-    return sum(_learned(model, _LEADING)), sum(_learned(model, _TRAILING))
+    """Count the learned tokens that a vision model puts before and after its patches, once a model."""
+    if model not in _EXTRA_TOKENS:
+        _EXTRA_TOKENS[model] = sum(_learned(model, _LEADING)), sum(_learned(model, _TRAILING))
+    return _EXTRA_TOKENS[model]
 
 
 def _learned(model: Any, names: Sequence[str]) -> Iterator[int]:

@@ -82,10 +82,12 @@ def _few(
     probes: Sequence[Probe], encode: Callable[[Probe], Encoded], batch_tokens: int
 ) -> Iterator[list[Encoded]]:
     window: list[Encoded] = []
+    tokens = 0
     for probe in probes:
         window.append(encode(probe))
-        if sum(map(len, window)) + len(window[-1]) > batch_tokens:
+        tokens += len(window[-1])
+        if tokens + len(window[-1]) > batch_tokens:
             yield window
-            window = []
+            window, tokens = [], 0
     if window:
         yield window
