@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -23,39 +24,47 @@ def progress_bars(*, enabled: bool = True) -> Iterator[Progress | None]:
         yield None
         return
     if not sys.stderr.isatty():
-        yield _line_per_stage()
+        yield _line_per_stage(note)
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    with _bars() as report:
+        yield report
 
-    bars = Progress(
-        TextColumn("{task.description:<32}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(elapsed_when_finished=True),
-        console=Console(stderr=True),
-    )
-    stages: dict[str, object] = {}
+
+@contextmanager
+def _bars() -> Iterator[Progress]:
+    """Yield a callback that keeps the bars of running stages below one line for each finished stage."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description:<36}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bars = Progress(*columns, console=Console(stderr=True))
+    running: dict[str, TaskID] = {}
+    finish = _line_per_stage(bars.console.print)
 
     def report(stage: str, done: int, total: int) -> None:
-        if stage not in stages:
-            stages[stage] = bars.add_task(stage, total=total)
-        bars.update(stages[stage], completed=done, total=total)  # type: ignore[arg-type]
+        finish(stage, done, total)
+        if done < total:
+            task = running.get(stage)
+            running[stage] = bars.add_task(stage, total=total) if task is None else task
+            bars.update(running[stage], completed=done, total=total)
+        elif stage in running:
+            bars.remove_task(running.pop(stage))
 
     with bars:
         yield report
 
 
-def _line_per_stage() -> Progress:
-    """Return a callback that prints one line whenever a stage comes to its end."""
-    finished: set[str] = set()
+def _line_per_stage(print_line: Callable[[str], None]) -> Progress:
+    """Return a callback that prints one line, with its seconds, whenever a stage comes to its end."""
+    started: dict[str, float] = {}
 
     def report(stage: str, done: int, total: int) -> None:
-        if done < total:
-            finished.discard(stage)
-        elif stage not in finished:
-            finished.add(stage)
-            print(f"{stage}: {total}/{total}", file=sys.stderr, flush=True)
+        begun = started.setdefault(stage, time.monotonic())
+        if done >= total and begun >= 0:
+            started[stage] = -1.0  # its end is told once
+            print_line(f"{stage:<36} {total}/{total}  {time.monotonic() - begun:.0f} s")
+        elif done < total and begun < 0:
+            started[stage] = time.monotonic()
 
     return report
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,7 +80,32 @@ def demo_flow(root: str) -> tuple[dict[str, str], tuple[str, ...]]:
         What was trained, line by line.
     """
     story = train_task("vision", root) + train_task("text", root)
-    return {name: audit_flow(str(config_of(Path(root), name))) for name in STORIES}, story
+    return {name: _audit(Path(root), name) for name in STORIES}, story
+
+
+def _audit(root: Path, name: str) -> str:
+    """Run one audit with its name before each stage; return the id of its comparison."""
+    progress = PROGRESS.get()
+    if progress is None:
+        return audit_flow(str(config_of(root, name)))
+    token = PROGRESS.set(lambda stage, done, total: progress(f"{name}: {stage}", done, total))
+    try:
+        return audit_flow(str(config_of(root, name)))
+    finally:
+        PROGRESS.reset(token)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute on one thread: for models this small a second one only waits for the first."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def config_of(root: Path, name: str) -> Path:
@@ -102,7 +129,7 @@ def run_demo(root: Path, *, progress: Progress | None = None) -> DemoSummary:
     started = time.monotonic()
     token = PROGRESS.set(progress)
     try:
-        with quiet_console(), prefect_api():
+        with quiet_console(), prefect_api(), _one_thread():
             comparisons, story = demo_flow(str(root.resolve()))
     finally:
         PROGRESS.reset(token)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from audit.records import RuleVerdict, Verdict
+from audit.records import Verdict
 from audit.report import rows
 from audit.report.terminal import console, table, written
 from audit.report.wording import MISSING, clean, clip, noise, quantity, span
@@ -31,7 +31,7 @@ class VerdictRow:
 
 
 def verdict_row(name: str, verdict: Verdict, *, report: str | None = None) -> VerdictRow:
-    """Return the row of a verdict: the numbers of its worst rule, the largest shift among equals.
+    """Return the row of a verdict: the numbers of its worst rule, the policy's first among equals.
 
     Examples
     --------
@@ -41,11 +41,7 @@ def verdict_row(name: str, verdict: Verdict, *, report: str | None = None) -> Ve
     """
     if not verdict.rules:
         return VerdictRow(name, verdict.status, report=report)
-
-    def size(found: RuleVerdict) -> float:
-        return -abs(found.value) if found.value is not None else 1.0
-
-    worst = rows.worst_first(sorted(verdict.rules, key=size))[0]
+    worst = rows.worst_first(verdict.rules)[0]
     return VerdictRow(
         name=name,
         outcome=verdict.status,

@@ -309,9 +309,9 @@ def test_compare_table_shows_the_worst_rule_of_each_verdict_and_copyable_paths()
     assert f"  vision: {path}\n" in table
 
 
-def test_verdict_row_takes_the_largest_shift_among_equals():
+def test_verdict_row_takes_the_policys_first_rule_among_equals():
     found = verdict(rule_verdict("a", Outcome.FAIL, 0.03), rule_verdict("b", Outcome.FAIL, -0.09))
-    assert verdict_row("x", found).region == "b"
+    assert verdict_row("x", found).region == "a"
 
 
 def test_list_table_shows_manifests_and_names_an_empty_store():
