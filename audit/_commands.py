@@ -205,15 +205,14 @@ def coverage(
                 found.append(row)
                 if bars is not None:
                     bars("model types", len(found), len(names))
-        if not model_types:
-            table.write_coverage(found)
-        kept, wanted = tuple(found), names
+        table.write_coverage(found)
+        kept, wanted = table.read_coverage(), names
     chosen = set(wanted)
     rows = sorted((row for row in kept if row.model_type in chosen), key=lambda row: row.model_type)
     if missing := sorted(chosen - {row.model_type for row in rows}):
         raise ConfigError(f"model type {missing[0]!r} is unknown to the installed transformers")
     if page is not None:
-        page.write_text(table.coverage_page(rows), encoding="utf-8")
+        page.write_text(table.coverage_page(kept), encoding="utf-8")
     say(json.dumps([vars(row) for row in rows]) if as_json else table.coverage_table(rows))
     if any(row.reason.startswith(table.UNEXPECTED) for row in rows):
         raise typer.Exit(int(ExitCode.BUG))

@@ -46,6 +46,9 @@ _SIZES: tuple[tuple[str, int], ...] = (
     (r"image_size|img_size", 32),
     (r"num_frames|frames_per_clip", 4),
     (r"patch_size", 8),
+    (r"index_topk|index_block_size", 8),  # fewer than the tokens of a probe, so that sparse layers are sparse
+    (r"index_topk_blocks", 2),
+    (r"attention_chunk_size", 16),
     (r"(sliding_window|attention_window|block_size|window_size|local_attention)", 16),
     (r"num_conv_pos_embeddings", 16),
     (r"num_mel_bins|feature_size|n_mels", 16),
@@ -84,6 +87,7 @@ def tiny_config(cls: type[Any], changes: Mapping[str, Any] | None = None) -> Any
     _settle_heads(default, given)
     _settle_ids(default, given)
     _settle_rope(default, given)
+    _settle_kinds(default, given)
     return cls(**{**given, **changes})
 
 
@@ -129,6 +133,14 @@ def _settle_rope(default: Any, given: dict[str, Any]) -> None:
             **(rope or {}),
             "mrope_section": sections,
         }
+
+
+def _settle_kinds(default: Any, given: dict[str, Any]) -> None:
+    """Keep one layer of each kind: a hybrid must stay one, or it would look like plain attention."""
+    kinds = vars(default).get("layer_types")
+    if isinstance(kinds, (list, tuple)) and len(set(kinds)) > 1:
+        given["layer_types"] = list(dict.fromkeys(kinds))
+        given["num_hidden_layers"] = len(given["layer_types"])
 
 
 def _mentions(config: type[Any], word: str) -> bool:

@@ -116,6 +116,22 @@ _config_locks: dict[int, threading.RLock] = {}
 _receivers: dict[tuple[int, int], list[tuple[str, Receiver]]] = {}
 
 
+class _KernelName(str):
+    """Our name of a kernel, which is looked up by itself and also equals the kernel's own name.
+
+    Some models take another path where their config asks for neither ``eager`` nor ``sdpa``.
+    """
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, str) and str(other) in (str(self), self.removeprefix(_PREFIX))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
 def original_name(name: str | None) -> str | None:
     """Return the kernel that a config asks for, whether or not it is being captured."""
     return None if name is None else name.removeprefix(_PREFIX)
@@ -265,7 +281,7 @@ def interface_capture(
         for path, module in layers.items():
             _receivers.setdefault((thread, id(module)), []).append((path, receive))
         for config, name in zip(configs, previous, strict=True):
-            config._attn_implementation_internal = _PREFIX + str(original_name(name))
+            config._attn_implementation_internal = _KernelName(_PREFIX + str(original_name(name)))
         yield
     finally:
         for config, name in zip(configs, previous, strict=True):

@@ -449,8 +449,19 @@ def test_a_model_that_answers_differently_each_time_is_refused() -> None:
 
 
 def test_a_capture_that_would_change_the_output_is_refused() -> None:
-    # GPT-2 reads the name of its implementation: this flag acts under "eager" itself alone.
-    subject: Checkpoint = text_checkpoint("gpt2", reorder_and_upcast_attn=True)
-    subject.model.to(torch.bfloat16)
+    subject = text_checkpoint("bert", attention="sdpa")
+
+    def meddle(_module: Any, _args: Any, output: torch.Tensor) -> torch.Tensor:
+        watched = subject.model.config._attn_implementation.startswith("rollout")
+        return output + 1 if watched else output
+
+    subject.model.classifier.register_forward_hook(meddle)
     with pytest.raises(CaptureError, match="capturing changes the model's own output"):
+        list(capture(subject, text_probes()))
+
+
+def test_a_path_around_the_interface_is_refused_by_layer() -> None:
+    # This flag makes GPT-2's eager attention leave the interface; models compare the name of their kernel.
+    subject: Checkpoint = text_checkpoint("gpt2", reorder_and_upcast_attn=True)
+    with pytest.raises(CaptureError, match=r"transformer.h.0.attn ran 1 times but gave weights 0 times"):
         list(capture(subject, text_probes()))

@@ -13,7 +13,7 @@ import pytest
 
 from audit._coverage_checks import examine
 from audit._coverage_configs import build_model, model_class, tiny_config
-from audit._coverage_inputs import random_inputs
+from audit._coverage_inputs import TOKENS, random_inputs
 from audit.coverage import (
     STATUSES,
     UNEXPECTED,
@@ -157,6 +157,6 @@ def test_tiny_configs_shrink_every_part() -> None:
 def test_random_inputs_differ_by_seed_and_hold_no_special_token() -> None:
     model = build_model("bert")
     first, second = (next(random_inputs(model, seed=seed)) for seed in (0, 1))
-    assert first["input_ids"].shape == second["input_ids"].shape == (1, 9)
+    assert first["input_ids"].shape == second["input_ids"].shape == (1, TOKENS)
     assert not first["input_ids"].equal(second["input_ids"])
     assert model.config.pad_token_id not in first["input_ids"]
