@@ -20,14 +20,15 @@ def prediction_changes(before: RunData, after: RunData) -> Mapping[str, Any]:
     Returns
     -------
     mapping
-        ``truncated`` counts the probes that were cut for either run; the others are left out where a
+        ``truncated`` counts the probes that were cut for either run, where any was; the others are left out where a
         run has no predictions or no labels, and everything where a run comes from a floor.
     """
     if before.store is None or after.store is None:
         return {}
     one = before.store.predictions(before.ref.run_id)
     two = after.store.predictions(after.ref.run_id)
-    found: dict[str, Any] = {"truncated": _truncated(one, two)}
+    cut = _truncated(one, two)
+    found: dict[str, Any] = {"truncated": cut} if cut else {}
     old, new = (np.array(frame["predicted"].to_list(), dtype=object) for frame in (one, two))
     if None in old or None in new:
         return found  # a backbone without a task head predicts nothing

@@ -153,8 +153,8 @@ def _confirmations(comparison: Comparison | None, verdict: Verdict | None) -> li
         {
             "region": clip(found.region, rows.NAME_WIDTH),
             "occlusion": clip(found.occlusion, rows.NAME_WIDTH),
-            "before": quantity("logit", found.before),
-            "after": quantity("logit", found.after),
+            "before": quantity("logit", found.before, signed=False),
+            "after": quantity("logit", found.after, signed=False),
             "difference": quantity("logit", found.difference, like=found.interval),
             "interval": span("logit", found.interval),
             "confirmed": found.confirmed,

@@ -358,8 +358,8 @@ def other_shifts(comparison: Comparison | None, verdict: Verdict | None) -> list
 def confirmation_sentence(found: Confirmation) -> str:
     """Return what occluding a region did to the target logit on both checkpoints."""
     ends = span("logit", found.interval)
-    before, after = (quantity("logit", value) for value in (found.before, found.after))
-    changed = quantity("logit_change", found.difference, signed=True)
+    before, after = (quantity("logit", value, signed=False) for value in (found.before, found.after))
+    changed = quantity("logit", found.difference, like=found.interval)
     word = "confirmed" if found.confirmed else "not confirmed"
     return (
         f"Occlusion of {clip(found.region, NAME_WIDTH)} ({clip(found.occlusion, NAME_WIDTH)}) moves the "
