@@ -20,8 +20,8 @@ def prediction_changes(before: RunData, after: RunData) -> Mapping[str, Any]:
     Returns
     -------
     mapping
-        ``truncated`` counts the probes that were cut for either run, where any was; the others are left out where a
-        run has no predictions or no labels, and everything where a run comes from a floor.
+        ``truncated`` counts the probes that were cut for either run, where any was; the others are left
+        out where a run has no predictions or no labels, and everything where a run comes from a floor.
     """
     if before.store is None or after.store is None:
         return {}

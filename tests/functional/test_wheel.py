@@ -181,7 +181,8 @@ def test_what_an_extra_is_needed_for_says_so_without_it(base):
         make_checkpoint(base.folder / name)
     (base.folder / "probes.jsonl").write_text('{"id": "r-1", "text": "a film"}\n')
     (base.folder / "audit.toml").write_text(
-        '[store]\nurl = "downloaded"\n[checkpoints.before]\npath = "./before"\n[checkpoints.after]\npath = "./after"\n'
+        '[store]\nurl = "downloaded"\n[checkpoints.before]\npath = "./before"\n'
+        '[checkpoints.after]\npath = "./after"\n'
         '[probes]\npath = "probes.jsonl"\n[regions]\nnames = { terms = ["film"] }\n'
     )
     done = base.run("capture")
