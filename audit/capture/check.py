@@ -113,8 +113,8 @@ def check_counts(plan: CapturePlan, called: Counter[str], seen: Counter[str], ex
             raise CaptureError(f"attention layer {layer.path} never ran; this architecture is not supported")
         if seen[layer.path] > called[layer.path] > 0:
             raise CaptureError(
-                f"attention layer {layer.path} attends {seen[layer.path]} times in {called[layer.path]} call(s), "
-                "in windows or parts; such attention is not supported"
+                f"attention layer {layer.path} attends {seen[layer.path]} times in {called[layer.path]} "
+                "call(s), in windows or parts; such attention is not supported"
             )
         if seen[layer.path] != called[layer.path]:
             raise CaptureError(
