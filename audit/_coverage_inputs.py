@@ -21,9 +21,10 @@ def random_inputs(model: Any, *, seed: int = 0, tokens: int = TOKENS) -> Iterato
     seed : int
         Another seed gives another input of the same shapes.
     tokens : int
-        Length of a token sequence.
+        Length of a token sequence, cut where the model has fewer positions.
     """
     names = set(inspect.signature(model.forward).parameters)
+    tokens = min([tokens, *first_value(model.config, "max_position_embeddings")])
     draw = torch.Generator().manual_seed(1000 + seed)
     pictures = [name for name in ("pixel_values", "pixel_values_videos") if name in names]
     if "input_ids" in names:
