@@ -243,7 +243,8 @@ Supported and fallback mean that all of this holds for the tiny model: the atten
 was seen, its rows sum to 1 (with the sink's column where there is a learned sink), attention × values gives
 the layer's own output, positions mix through nothing but this attention, the model's outputs are the same to
 the last bit with and without capture, and a probe's map does not depend on the other probes of its batch nor,
-in models of one stack that take an attention mask, on padding (1e-5; capture itself never pads). The checks on layers, rows, values, mixing and outputs run again on the first probes of
+in models of one stack that take an attention mask, on padding (1e-5; capture itself never pads).
+The checks on layers, rows, values, mixing and outputs run again on the first probes of
 every capture of a real checkpoint.
 
 A type with several parts is run on the plainest input that it takes, mostly text; the last column names the
