@@ -365,7 +365,8 @@ def judge_excess(
                 f"larger than re-training explains, but below the effect floor of {policy.effect_floor:g}"
             )
         needed = replicates_needed(cell, rule, floor, within=within, rules=max(tests, 1), policy=policy)
-    numbers = excess_numbers(test, within, rule, adjusted, tests)
+    failed_from = policy.effect_floor if outcome is Outcome.FAIL else None
+    numbers = excess_numbers(test, within, rule, adjusted, tests, failed_from)
     return base_verdict(
         cell,
         rule,

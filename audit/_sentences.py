@@ -205,8 +205,18 @@ def _no_further(cell: Cell, rule: Rule) -> str:
     return f"{_EFFECTS[cell.effect]}the attention map {moved} than harmless re-training does"
 
 
-def excess_numbers(test: ReplicateTest, within: float, rule: Rule, adjusted: float | None, tests: int) -> str:
-    """Return the excess shift with its interval and margin, and the Holm-adjusted p-value."""
+def excess_numbers(  # noqa: PLR0917
+    test: ReplicateTest,
+    within: float,
+    rule: Rule,
+    adjusted: float | None,
+    tests: int,
+    failed_from: float | None,
+) -> str:
+    """Return the excess shift with its interval, what decides about it, and the Holm-adjusted p-value.
+
+    `failed_from` is the effect floor of a rule that failed: then that decided, and not the margin.
+    """
     if test.excess is None:
         return ""
     digits = decimals_for(test.excess, *(test.interval or ()))
@@ -215,7 +225,10 @@ def excess_numbers(test: ReplicateTest, within: float, rule: Rule, adjusted: flo
         text += " [{}, {}]".format(*(number(v, digits, signed=True) for v in test.interval))
     one_sided = rule.measure in DISTANCES or rule.direction == "increase"
     sign = "+" if one_sided else "−" if rule.direction == "decrease" else "±"
-    text += f", allowed within {sign}{plain(float(f'{within:.3g}'))}"
+    if failed_from is not None:
+        text += f", at least the effect floor of {plain(failed_from)}"
+    else:
+        text += f", allowed within {sign}{plain(float(f'{within:.3g}'))}"
     if adjusted is not None:
         shown = "p < .0001" if adjusted < 0.0001 else f"p = {plain(float(f'{adjusted:.2g}'))}"
         text += f", {shown}" + (f" (Holm over {plural(tests, 'test')})" if tests > 1 else "")
