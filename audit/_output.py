@@ -48,7 +48,7 @@ def emit(
     from audit.pipeline.files import writing
 
     comparison = store.comparison(comparison_id)
-    context = report_context(store, comparison, verdict)
+    context = report_context(store, comparison, verdict, config)
     render = report.to_json if outputs.as_json else report.to_text
     say(render(comparison, verdict, context=context))
     if outputs.html is not None:

@@ -87,7 +87,7 @@ def gate_task(config_path: str, allow: tuple[str, ...]) -> str:
     verdict = gate_runs(config, progress=run_progress(), allow=allow, confirm=config.report.confirm)
     store, identifier = Store(config.store.url), str(verdict.comparison_id)
     comparison = store.comparison(identifier)
-    context = report_context(store, comparison, verdict)
+    context = report_context(store, comparison, verdict, config)
     create_markdown_artifact(
         key=f"verdict-{audit_name(config_path)}",
         markdown=to_markdown(comparison, verdict, context=context),

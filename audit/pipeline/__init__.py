@@ -4,6 +4,7 @@ Only these modules know models, probes, capture and store at once. Each step tak
 paths and records, so that a loop (:func:`capture_run`), a Prefect flow and a dashboard can all drive it.
 """
 
+from audit.pipeline.agreement import region_agreement
 from audit.pipeline.approve import approvals_of, approve, read_approvals, read_verdict, signers_of
 from audit.pipeline.capture import capture_all, capture_run, capture_shard, check_run, publish_run
 from audit.pipeline.compare import compare_runs, compare_subset
@@ -55,6 +56,7 @@ __all__ = [
     "read_approvals",
     "read_floor",
     "read_verdict",
+    "region_agreement",
     "report_context",
     "run_audit",
     "signers_of",

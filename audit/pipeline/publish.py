@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from audit.config import AuditConfig
+from audit.pipeline.agreement import agreement_notes
 from audit.pipeline.compare import in_common, map_distances
 from audit.pipeline.examples import example_maps
 from audit.pipeline.files import writing
@@ -36,14 +37,19 @@ def write_html(
     """Write a self-contained HTML report with the probes that moved most; return its path."""
     count = 6 if config is None else config.report.examples
     examples = example_maps(store, comparison, config, count=count)
-    text = to_html(comparison, verdict, examples, context=report_context(store, comparison, verdict))
+    text = to_html(comparison, verdict, examples, context=report_context(store, comparison, verdict, config))
     with writing(path):
         path.write_text(text, encoding="utf-8")
     return path
 
 
-def report_context(store: Store, comparison: Comparison, verdict: Verdict | None) -> ReportContext:
-    """Return the provenance that reports print: digests, versions, log head, attempts."""
+def report_context(
+    store: Store, comparison: Comparison, verdict: Verdict | None, config: AuditConfig | None = None
+) -> ReportContext:
+    """Return the provenance that reports print: digests, versions, log head, attempts.
+
+    With `config`, which names the probe file, also the agreement with annotated regions.
+    """
     one, two = (
         store.spec(ref.run_id) if ref is not None and store.has_run(ref.run_id) else None
         for ref in (comparison.before, comparison.after)
@@ -59,6 +65,7 @@ def report_context(store: Store, comparison: Comparison, verdict: Verdict | None
         attempt=None if verdict is None else attempt_of(store, comparison.id),
         loosened_since=None if verdict is None else loosened_since(store, comparison, verdict.policy),
         notes=truncation_note(comparison)
+        + agreement_notes(store, comparison, config)
         + (() if verdict is None else (*verdict.notes, *trend_notes(store, comparison))),
     )
 
