@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Any
 
 from audit.records import STRONG_KINDS, Comparison, Policy, RunRef, Verdict
@@ -20,7 +21,19 @@ _COUNTS = {
 
 def checkpoint(ref: RunRef | None, fallback: str) -> str:
     """Return the name of a run's checkpoint."""
-    return clip(ref.checkpoint, VALUE_WIDTH) if ref is not None else fallback
+    return clip(short(ref.checkpoint), VALUE_WIDTH) if ref is not None else fallback
+
+
+def short(ref: str) -> str:
+    """Return the last two parts of an absolute path, anything else as it is; the report's end has all.
+
+    Examples
+    --------
+    >>> short("/srv/models/reviews/release-7"), short("acme/reviews")
+    ('…/reviews/release-7', 'acme/reviews')
+    """
+    parts = PurePath(ref).parts
+    return f"…/{'/'.join(parts[-2:])}" if len(parts) > 3 and PurePath(ref).is_absolute() else ref
 
 
 def replicates(comparison: Comparison) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from audit.records import Verdict
 from audit.report import rows
+from audit.report.facts import short
 from audit.report.terminal import console, table, written
 from audit.report.wording import MISSING, clean, clip, noise, quantity, span
 
@@ -160,12 +161,12 @@ def list_table(
 
 def _run(run: Mapping[str, Any]) -> list[str]:
     made = _look(run, "provenance", "time")
-    checkpoint, method = _look(run, "spec", "checkpoint", "ref"), _look(run, "spec", "method", "name")
+    checkpoint, method = short(_look(run, "spec", "checkpoint", "ref")), _look(run, "spec", "method", "name")
     return [_look(run, "run_id"), checkpoint, method, _look(run, "n_probes"), made[:19]]
 
 
 def _comparison(one: Mapping[str, Any]) -> list[str]:
     outcome = rows.COMPARED if one.get("outcome") is None else _look(one, "outcome")
-    before, after = _look(one, "before", "checkpoint"), _look(one, "after", "checkpoint")
+    before, after = (short(_look(one, role, "checkpoint")) for role in ("before", "after"))
     made = _look(one, "provenance", "time")
     return [_look(one, "comparison_id"), outcome, before, after, _look(one, "n_probes"), made[:19]]
