@@ -29,14 +29,16 @@ from audit._region_weights import (
     region_weights,
     rest_weights,
 )
-from audit.records import FloatArray, Map, Positions, Probe, Region, Reliance
+from audit.records import FloatArray, Map, Positions, Probe, Region, Reliance, Stream
 
 __all__ = [
     "check_regions_match",
+    "column_reliance",
     "count_matches",
     "expand_regions",
     "parse_regions",
     "part_texts",
+    "region_columns",
     "region_weights",
     "reliance",
 ]
@@ -68,16 +70,80 @@ def reliance(one_map: Map, probe: Probe, regions: Sequence[Region]) -> tuple[Rel
     """
     if one_map.probe_id != probe.id:
         raise ValueError(f"map and probe must belong together, got map of {one_map.probe_id} and {probe.id}")
-    _check_offsets(one_map, regions)
-    here = [region for region in regions if _applies(region, one_map.positions)]
-    weights = _weigh(here, one_map.positions, probe)
+    kept, weights = _kept(regions, one_map.positions, probe, one_map.stream)
+    if not kept:
+        return ()
+    stacked, bases = np.stack(weights), _bases(kept, one_map.positions)
+    whole, layers = _rates(one_map.weights[None], stacked, bases)[0], None
+    if one_map.layers is not None:
+        layers = _rates(one_map.layers, stacked, bases)
+    return _shares(kept, stacked, one_map.positions, probe, whole=whole, layers=layers, stream=one_map.stream)
+
+
+def region_columns(
+    positions: Positions, probe: Probe, regions: Sequence[Region], *, width: int | None = None
+) -> Weights:
+    """Return what a linear engine carries: the weights of the regions, then content, then ones.
+
+    Parameters
+    ----------
+    positions : Positions
+        Of the stream ``input``.
+    probe : Probe
+    regions : sequence of Region
+    width : int, optional
+        Number of columns, filled up with zeros, so that probes of one batch have the same.
+
+    Returns
+    -------
+    float64 array (position, column)
+        One column for each region that lies here, and the last two; see :func:`column_reliance`.
+    """
+    _, weights = _kept(regions, positions, probe, "input")
+    columns = [*weights, positions.content.astype(np.float64), np.ones(len(positions))]
+    blank = [np.zeros(len(positions))] * (0 if width is None else width - len(columns))
+    return np.stack([*columns[:-2], *blank, *columns[-2:]], axis=1)
+
+
+def column_reliance(
+    masses: FloatArray, positions: Positions, probe: Probe, regions: Sequence[Region]
+) -> tuple[Reliance, ...]:
+    """Return what :func:`reliance` returns, from the masses on the columns of :func:`region_columns`.
+
+    Parameters
+    ----------
+    masses : float array (layer, column)
+        The output row of each cumulative R_l times the columns.
+    positions, probe, regions
+        Those that the columns were made of.
+    """
+    kept, weights = _kept(regions, positions, probe, "input")
+    if not kept:
+        return ()
+    inside = masses[:, : len(kept)].astype(np.float64)
+    outside = [-1 if region.kind in OUTSIDE_CONTENT else -2 for region in kept]
+    layers = _divided(inside, masses[:, outside].astype(np.float64))
+    return _shares(kept, np.stack(weights), positions, probe, whole=layers[-1], layers=layers, stream="input")
+
+
+def _kept(
+    regions: Sequence[Region], positions: Positions, probe: Probe, stream: str
+) -> tuple[list[Region], list[Weights]]:
+    """Return the regions that lie on this stream, with their weights."""
+    _check_offsets(positions, stream, regions)
+    here = [region for region in regions if _applies(region, positions)]
+    weights = _weigh(here, positions, probe)
     kept = [r for r in here if weights[r.name].any() or not r.params.get("automatic")]
-    return _shares(one_map, kept, [weights[region.name] for region in kept], probe)
+    return kept, [weights[region.name] for region in kept]
 
 
-def _check_offsets(one_map: Map, regions: Sequence[Region]) -> None:
-    positions = one_map.positions
-    if positions.kind != "token" or positions.starts is not None or one_map.stream == "prefix":
+def _bases(regions: Sequence[Region], positions: Positions) -> NDArray[np.bool_]:
+    content = positions.content
+    return np.stack([np.ones_like(content) if r.kind in OUTSIDE_CONTENT else content for r in regions])
+
+
+def _check_offsets(positions: Positions, stream: str, regions: Sequence[Region]) -> None:
+    if positions.kind != "token" or positions.starts is not None or stream == "prefix":
         return
     for region in regions:
         if region.kind in {"terms", "pattern"} or "text" in region.params.get("on", ()):
@@ -113,23 +179,23 @@ def _weigh(regions: Sequence[Region], positions: Positions, probe: Probe) -> dic
 
 
 def _shares(
-    one_map: Map, regions: Sequence[Region], weights: Sequence[Weights], probe: Probe
+    regions: Sequence[Region],
+    weights: Weights,
+    positions: Positions,
+    probe: Probe,
+    *,
+    whole: Weights,
+    layers: Weights | None,
+    stream: Stream,
 ) -> tuple[Reliance, ...]:
-    if not regions:
-        return ()
-    content = one_map.positions.content
-    bases = np.stack([np.ones_like(content) if r.kind in OUTSIDE_CONTENT else content for r in regions])
-    stacked = np.stack(weights)
-    sizes = stacked.sum(axis=1) / np.maximum(bases.sum(axis=1), 1)
-    whole, layers = _rates(one_map.weights[None], stacked, bases)[0], None
-    if one_map.layers is not None:
-        layers = _rates(one_map.layers, stacked, bases)
+    """Return the records of shares `whole` (region,) and `layers` (layer, region)."""
+    sizes = weights.sum(axis=1) / np.maximum(_bases(regions, positions).sum(axis=1), 1)
     found = []
     for i, region in enumerate(regions):
-        reason = None if weights[i].any() else _missing_reason(region, one_map.positions, probe)
+        reason = None if weights[i].any() else _missing_reason(region, positions, probe)
         if reason is None and np.isnan(whole[i]):
             reason = "the map has no mass on content"
-        one = Reliance(probe.id, region.name, None, stream=one_map.stream, reason=reason)
+        one = Reliance(probe.id, region.name, None, stream=stream, reason=reason)
         if reason is None:
             shares = None if layers is None else _defined(layers[:, i])
             one = replace(one, share=float(whole[i]), size=float(min(sizes[i], 1.0)), layers=shares)
@@ -146,6 +212,10 @@ def _rates(maps: FloatArray, weights: Weights, bases: NDArray[np.bool_]) -> Weig
     """Return (map, region) Σ_i w_i m_i / Σ_(i in base) m_i, and NaN where the base has no mass."""
     rows = maps.astype(np.float64)
     inside, mass = rows @ weights.T, rows @ bases.T.astype(np.float64)
+    return _divided(inside, mass)
+
+
+def _divided(inside: Weights, mass: Weights) -> Weights:
     rates = np.divide(inside, mass, out=np.full_like(inside, np.nan), where=mass > 0)
     return np.clip(rates, 0.0, 1.0)
 

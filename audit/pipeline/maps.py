@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from audit.probes import as_probes, load_annotations, read_probes
-from audit.records import CaptureSettings, Checkpoint, Map, Method, Probe, ProbeSet, Region, Reliance
-from audit.regions import expand_regions, parse_regions, reliance
+from audit.records import (
+    CaptureSettings,
+    Checkpoint,
+    FloatArray,
+    Map,
+    Method,
+    Positions,
+    Probe,
+    ProbeSet,
+    Region,
+    Reliance,
+)
+from audit.regions import column_reliance, expand_regions, parse_regions, region_columns, reliance
 
 Probes = ProbeSet | str | Path | Iterable[Probe | str | Mapping[str, Any]]
 
@@ -66,6 +77,7 @@ def compute_reliance(
     row: str = "auto",
     target: Any = None,
     settings: CaptureSettings | None = None,
+    engine: Literal["auto", "dense", "linear"] = "auto",
     **params: Any,
 ) -> Iterator[Reliance]:
     """Yield the reliance of each probe on each region; no map outlives its probe.
@@ -74,6 +86,11 @@ def compute_reliance(
     ----------
     regions : mapping as in ``[regions]`` of audit.toml, or sequence of Region
         Annotated and automatic regions (``special``, ``first``) are added.
+    engine : "auto", "dense" or "linear"
+        ``linear`` carries the regions through the model's own fused attention in memory linear in the
+        number of positions, for plain rollout with a constant residual; where it cannot, it warns with
+        the reason and gives what ``dense`` gives. ``auto`` takes it from 1024 positions on. Both agree
+        within rounding.
 
     The other parameters are those of :func:`compute_maps`.
 
@@ -82,14 +99,31 @@ def compute_reliance(
     Reliance
         One for each probe × stream × region.
     """
+    from audit.capture.region_session import RegionMasses, capture_regions
+
     items = as_probe_list(probes)
     given = parse_regions(regions) if isinstance(regions, Mapping) else tuple(regions)
     every = expand_regions(given, items)
     annotated = {probe.id: probe for probe in items}
-    for one in compute_maps(
-        checkpoint, items, method=method, row=row, target=target, settings=settings, **params
+    if engine not in ("auto", "dense", "linear"):
+        raise ValueError(f"engine: expected 'auto', 'dense' or 'linear', got {engine!r}")
+    record = method if isinstance(method, Method) else Method(method, row, params)
+    columns = _columns(every)
+    for found in capture_regions(
+        checkpoint, items, columns, engine=engine, method=record, settings=settings, target=target
     ):
-        yield from reliance(one, load_annotations(annotated[one.probe_id]), every)
+        if isinstance(found, RegionMasses):
+            probe = load_annotations(annotated[found.probe_id])
+            yield from column_reliance(found.masses, found.positions, probe, every)
+            continue
+        for one in found.maps:
+            yield from reliance(one, load_annotations(annotated[one.probe_id]), every)
+
+
+def _columns(regions: Sequence[Region]) -> Callable[[Probe, Positions], FloatArray]:
+    return lambda probe, positions: region_columns(
+        positions, load_annotations(probe), regions, width=len(regions) + 2
+    )
 
 
 def as_probe_list(probes: Probes) -> tuple[Probe, ...]:

@@ -1,0 +1,252 @@
+"""Reliance of a whole list of probes without a map: the linear engine, or the dense one with a reason."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from audit.capture.batches import stack, valid_positions
+from audit.capture.check import check_alone, same_tensors
+from audit.capture.inputs import Encoded, core_model
+from audit.capture.interface import KernelCall
+from audit.capture.layers import plan_capture
+from audit.capture.mixing import check_mixing
+from audit.capture.passes import exclusive, run_model
+from audit.capture.predictions import Target, check_targets, first_tensor, targets_by_probe
+from audit.capture.region_forward import RegionFold, refusal, region_batch, settings_refusal
+from audit.capture.session import (
+    VERIFIED_PROBES,
+    Session,
+    _batches,
+    _capture_windows,
+    _is_causal,
+    _open,
+    _plan,
+    _read_weights,
+)
+from audit.capture.settings import FoldSettings
+from audit.capture.windows import probe_windows
+from audit.errors import CaptureError
+from audit.records import Captured, CaptureSettings, Checkpoint, FloatArray, Method, Positions, Probe
+
+EngineName = Literal["auto", "dense", "linear"]
+LEAST_POSITIONS = 1024
+"""From this length on, ``auto`` carries regions instead of the n × n map."""
+MIXING_POSITIONS = 256
+"""Longer text is cut to this before the check of mixing, which keeps whole weights."""
+
+Columns = Callable[[Probe, Positions], FloatArray]
+
+
+@dataclass(frozen=True)
+class RegionMasses:
+    """What the row of one probe draws from each column, layer by layer.
+
+    Attributes
+    ----------
+    probe_id : str
+    positions : Positions
+    masses : float64 array (layer, column)
+        The output row of each cumulative R_l times the column.
+    """
+
+    probe_id: str
+    positions: Positions
+    masses: NDArray[np.float64]
+
+
+def capture_regions(
+    checkpoint: Checkpoint,
+    probes: Sequence[Probe],
+    columns: Columns,
+    *,
+    engine: EngineName = "auto",
+    method: Method | None = None,
+    settings: CaptureSettings | None = None,
+    target: Target = None,
+) -> Iterator[Captured | RegionMasses]:
+    """Yield for each probe what its output row draws from each region, or its map where that is exact.
+
+    Parameters
+    ----------
+    checkpoint, probes, method, settings, target : see :func:`audit.capture.capture`
+    columns : function of a Probe and its Positions
+        Returns float64 (position, column): weights of regions over the positions.
+    engine : "auto", "dense" or "linear"
+        ``auto`` is linear where the longest probe has 1024 positions or more and nothing speaks
+        against it. Where something does, ``linear`` warns with the reason and gives maps.
+
+    Yields
+    ------
+    RegionMasses from the linear engine, Captured from the dense one; in the order of `probes`
+
+    Raises
+    ------
+    ProbeError, CaptureError
+        As :func:`audit.capture.capture`.
+    """
+    method, settings = method or Method(), settings or CaptureSettings()
+    wanted = targets_by_probe(target, probes)
+    check_targets(checkpoint, wanted, probes)
+    plan_capture(core_model(checkpoint.model))
+    windows = probe_windows(checkpoint, probes, settings, method.row)
+    window = next(windows, None)
+    if window is None:
+        return
+    reason = _dense_reason(checkpoint, window, engine, FoldSettings.from_method(method))
+    if reason is None:
+        session = _open(checkpoint, window, method, settings, wanted)
+        look = _look(session, window)
+        reason, causal = look.reason, bool(look.causal.all())
+        if reason is None:
+            yield from _linear(session, causal, chain([window], windows), columns)
+            return
+    _say(engine, str(reason))
+    yield from _capture_windows(checkpoint, chain([window], windows), method, settings, wanted)
+
+
+def _say(engine: EngineName, reason: str) -> None:
+    if engine == "linear":
+        warnings.warn(f"the dense engine is used: {reason}", UserWarning, stacklevel=3)
+    logging.getLogger("audit").info("the dense engine is used: %s", reason)
+
+
+def _dense_reason(
+    checkpoint: Checkpoint, window: Sequence[Encoded], engine: EngineName, fold: FoldSettings
+) -> str | None:
+    if engine == "dense":
+        return "it was asked for"
+    if (reason := settings_refusal(fold)) is not None:
+        return reason
+    if engine == "auto" and max(map(len, window)) < LEAST_POSITIONS:
+        return f"probes have fewer than {LEAST_POSITIONS} positions"
+    plan = _plan(checkpoint, window)
+    if plan.wiring != "single":
+        return f"its stacks are joined as {plan.wiring}"
+    return "some layers are not on the attention interface" if plan.has_hooks else None
+
+
+class _Look(RegionFold):
+    """A fold that only looks at the calls."""
+
+    reason: str | None = None
+
+    def fold(self, call: KernelCall) -> None:
+        """Note why the call is not one for the fused kernel, and whether it is causal."""
+        self.reason = self.reason or refusal(call)
+        self._note_causal(call)
+
+
+def _look(session: Session, window: Sequence[Encoded]) -> _Look:
+    batch = [max(window, key=len)]
+    tensors, read, valid = _inputs(session, batch)
+    look = _Look(session.fold, read, valid, read[..., None])
+    region_batch(session.checkpoint.model, session.plan, tensors, look, keep_logits=session.keep_logits)
+    return look
+
+
+def _inputs(session: Session, batch: Sequence[Encoded]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    tensors, device = stack(batch), core_model(session.checkpoint.model).device
+    read = torch.from_numpy(_read_weights(session, batch)).to(device)
+    return tensors, read, valid_positions(tensors, *read.shape).to(device)
+
+
+@dataclass(frozen=True)
+class _Carrier:
+    """A session with the columns that it carries."""
+
+    session: Session
+    columns: Columns
+    causal: bool
+
+    def positions(self, item: Encoded) -> Positions:
+        return replace(item.positions, causal=_is_causal(self.session, self.causal, len(item)))
+
+    def run(self, batch: Sequence[Encoded], *, verify: bool = False) -> tuple[RegionFold, Any]:
+        session = self.session
+        tensors, read, valid = _inputs(session, batch)
+        fold = RegionFold(session.fold, read, valid, self._stacked(batch, valid))
+        outputs = region_batch(
+            session.checkpoint.model,
+            session.plan,
+            tensors,
+            fold,
+            verify=verify,
+            keep_logits=session.keep_logits,
+        )
+        if not bool((fold.causal == self.causal).all()):
+            raise CaptureError("some probes are masked causally and some are not; use engine = 'dense'")
+        return fold, outputs
+
+    def _stacked(self, batch: Sequence[Encoded], valid: Tensor) -> Tensor:
+        """Return the columns of a batch, zero at its pads: (batch, position, column)."""
+        each = [self.columns(item.probe, self.positions(item)) for item in batch]
+        dtype = torch.promote_types(core_model(self.session.checkpoint.model).dtype, torch.float32)
+        stacked = torch.zeros(*valid.shape, each[0].shape[1], dtype=dtype, device=valid.device)
+        for i, one in enumerate(each):
+            stacked[i, valid[i]] = torch.from_numpy(one).to(stacked)
+        return stacked
+
+    def masses(self, batch: Sequence[Encoded]) -> list[RegionMasses]:
+        fold, _ = self.run(batch)
+        whole = torch.stack(fold.masses, dim=1).double().cpu().numpy()
+        return [
+            RegionMasses(item.probe.id, self.positions(item), one)
+            for item, one in zip(batch, whole, strict=True)
+        ]
+
+
+def _linear(
+    session: Session, causal: bool, windows: Iterable[Sequence[Encoded]], columns: Columns
+) -> Iterator[RegionMasses]:
+    carrier, verified = _Carrier(session, columns, causal), False
+    for window in windows:
+        if not verified:
+            _verify(carrier, window)
+            verified = True
+        found: dict[int, RegionMasses] = {}
+        for indices in _batches(session, window):
+            found |= dict(zip(indices, carrier.masses([window[i] for i in indices]), strict=True))
+        yield from (found[i] for i in range(len(window)))
+
+
+def _verify(carrier: _Carrier, window: Sequence[Encoded]) -> None:
+    """Check on the first probes what :func:`audit.capture.session.verify` checks, in linear memory."""
+    session = carrier.session
+    model, plan = session.checkpoint.model, session.plan
+    batch = [window[i] for i in _batches(session, window)[0][:VERIFIED_PROBES]]
+    (first, answer), (second, again) = carrier.run(batch, verify=True), carrier.run(batch)
+    if not (same_tensors(first.columns, second.columns) and _same_answers(answer, again)):
+        raise CaptureError(
+            "determinism: two identical passes disagree; no shift can be judged, use another device or "
+            "attention implementation"
+        )
+    if len(batch) > 1:
+        check_alone(first.masses[-1][-1:], carrier.run(batch[-1:])[0].masses[-1])
+    tensors, length = _shortened(batch[0])
+    check_mixing(model, plan, tensors, length)
+    with exclusive(model, plan.configs):
+        plain = run_model(model, stack(batch), keep_logits=session.keep_logits)
+    if not _same_answers(plain, answer):
+        raise CaptureError(f"{type(core_model(model)).__name__}: capturing changes the model's own output")
+
+
+def _same_answers(a: Any, b: Any) -> bool:
+    return same_tensors(first_tensor(a), first_tensor(b))
+
+
+def _shortened(item: Encoded) -> tuple[dict[str, Tensor], int]:
+    """Return the beginning of a long text: whether positions mix otherwise is a matter of the modules."""
+    n, tensors = len(item), dict(item.tensors)
+    if n <= MIXING_POSITIONS or any(tuple(t.shape) != (1, n) for t in tensors.values()):
+        return tensors, n
+    return {name: t[:, :MIXING_POSITIONS] for name, t in tensors.items()}, MIXING_POSITIONS

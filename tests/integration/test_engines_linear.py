@@ -1,0 +1,215 @@
+"""The linear-memory engines give what the dense product gives."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import audit
+from audit.capture.batches import valid_positions
+from audit.capture.inputs import core_model, encode_texts
+from audit.capture.layers import plan_capture
+from audit.capture.passes import run_model
+from audit.capture.region_forward import RegionFold, region_batch
+from audit.capture.settings import FoldSettings
+from audit.methods import attention_rollout
+from audit.records import CaptureSettings, Checkpoint, Method, Probe
+from tests.integration.tiny_models import (
+    build,
+    checkpoint,
+    image_probes,
+    text_checkpoint,
+    text_probes,
+    vision_checkpoint,
+    word_tokenizer,
+)
+
+REGIONS = {"she": {"terms": ["she", "her"]}, "film": {"terms": ["film"]}, "half": {"quantile": [0.0, 0.5]}}
+BOX = {"corner": {"box": [0.5, 0.5, 1.0, 1.0]}, "grid": {"grid": [2, 2]}}
+
+
+def subject_of(family: str, attention: str) -> tuple[Checkpoint, list[Probe], dict[str, Any]]:
+    if family == "vit":
+        return vision_checkpoint("vit", attention=attention), image_probes(), BOX
+    return text_checkpoint(family, attention=attention), text_probes(), REGIONS
+
+
+def both(
+    subject: Checkpoint, probes: list[Probe], regions: dict[str, Any], **options: Any
+) -> tuple[Any, Any]:
+    dense, linear = (
+        list(audit.compute_reliance(subject, probes, regions, engine=engine, **options))
+        for engine in ("dense", "linear")
+    )
+    return dense, linear
+
+
+def assert_same(dense: list[Any], linear: list[Any]) -> None:
+    assert [(r.probe_id, r.region, r.reason) for r in dense] == [
+        (r.probe_id, r.region, r.reason) for r in linear
+    ]
+    shares = 0
+    for one, other in zip(dense, linear, strict=True):
+        if one.share is None:
+            assert other.share is None
+            continue
+        shares += 1
+        assert other.share == pytest.approx(one.share, abs=1e-5)
+        assert other.size == one.size
+        assert (other.layers is None) == (one.layers is None)
+        if one.layers is not None:  # below the first layer, CLS draws on no content
+            np.testing.assert_allclose(other.layers, one.layers, atol=1e-5)
+    assert shares
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["bert", "vit", "gpt2", "llama", "qwen2"])
+def test_region_forward_equals_the_dense_engine(family, attention):
+    assert_same(*both(*subject_of(family, attention)))
+
+
+@pytest.mark.parametrize(
+    "params", [{"residual": [0.2, 0.5, 0.9]}, {"start_layer": 1}, {"residual": 0.0}], ids=str
+)
+def test_region_forward_keeps_residuals_and_the_first_layer(params):
+    assert_same(*both(*subject_of("bert", "sdpa"), method=Method("rollout", params=params)))
+
+
+def padded_case(family: str, side: str) -> tuple[Checkpoint, dict[str, torch.Tensor], torch.Tensor]:
+    """Return a checkpoint and one padded batch of two lengths."""
+    subject = text_checkpoint(family, attention="sdpa")
+    items = encode_texts(subject, text_probes()[:2], CaptureSettings())
+    n = max(map(len, items))
+    batch: dict[str, list[torch.Tensor]] = {"input_ids": [], "attention_mask": []}
+    for item in items:
+        pad = (n - len(item), 0) if side == "left" else (0, n - len(item))
+        for name, rows in batch.items():
+            rows.append(torch.nn.functional.pad(item.tensors[name], pad))
+    tensors = {name: torch.cat(rows) for name, rows in batch.items()}
+    return subject, tensors, valid_positions(tensors, 2, n)
+
+
+@pytest.mark.parametrize(
+    ("family", "side"), [("bert", "right"), ("gpt2", "left"), ("llama", "right"), ("llama", "left")]
+)
+def test_region_forward_gives_all_rows_of_all_layers_beside_padding(family, side):
+    subject, tensors, valid = padded_case(family, side)
+    settings = FoldSettings()
+    plan = plan_capture(core_model(subject.model))
+    torch.manual_seed(0)
+    columns = torch.rand(*valid.shape, 11)  # more than the 8 of a head: two calls
+    read = valid / valid.sum(dim=1, keepdim=True)
+    fold = RegionFold(settings, read, valid, columns)
+    region_batch(subject.model, plan, tensors, fold, verify=True)
+
+    eager = text_checkpoint(family, attention="eager")
+    with torch.no_grad():
+        weights = eager.model(**tensors, output_attentions=True).attentions
+    for sample in range(2):
+        keep = valid[sample]
+        layers = [layer[sample, :, keep][:, :, keep][None] for layer in weights]
+        inside = columns[sample, keep]
+        for depth in range(1, len(layers) + 1):
+            expected = attention_rollout(layers[:depth])[0] @ inside
+            np.testing.assert_allclose(
+                fold.masses[depth - 1][sample], read[sample, keep] @ expected, atol=1e-5
+            )
+        np.testing.assert_allclose(fold.columns[sample, keep], expected, atol=1e-5)
+        assert not fold.columns[sample, ~keep].any()
+
+
+def test_region_forward_leaves_the_outputs_as_they_are():
+    subject, tensors, valid = padded_case("bert", "right")
+    plan = plan_capture(core_model(subject.model))
+    fold = RegionFold(
+        FoldSettings(), valid.float() / valid.sum(1, keepdim=True), valid, valid[..., None].float()
+    )
+    with torch.no_grad():
+        plain = run_model(subject.model, tensors)
+    assert torch.equal(region_batch(subject.model, plan, tensors, fold).logits, plain.logits)
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "reason"),
+    [
+        ("bert", Method("rollout", params={"top_k": 3}), "row by row"),
+        ("bert", Method("raw_attention"), "no product"),
+        ("deberta-v2", Method("rollout"), "not on the attention interface"),
+    ],
+)
+def test_linear_engine_falls_back_with_its_reason(family, method, reason):
+    subject, probes, regions = subject_of(family, "eager")
+    dense = list(audit.compute_reliance(subject, probes, regions, engine="dense", method=method))
+    with pytest.warns(UserWarning, match=reason):
+        assert list(audit.compute_reliance(subject, probes, regions, engine="linear", method=method)) == dense
+
+
+def test_linear_engine_refuses_capped_scores_and_sinks():
+    subject = checkpoint(
+        build("Gemma2ForCausalLM", attention="eager", vocab_size=40, num_key_value_heads=2, head_dim=8,
+              attn_logit_softcapping=5.0, sliding_window=4, max_position_embeddings=64),
+        word_tokenizer(),
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match="caps its scores"):
+        assert list(
+            audit.compute_reliance(subject, text_probes()[:2], {"film": {"terms": ["film"]}}, engine="linear")
+        )
+
+
+def test_auto_engine_stays_dense_for_short_probes_and_turns_linear_for_long_ones(monkeypatch):
+    from audit.capture import region_session
+
+    subject, probes, regions = subject_of("bert", "sdpa")
+    dense = list(audit.compute_reliance(subject, probes, regions, engine="dense"))
+    assert list(audit.compute_reliance(subject, probes, regions)) == dense
+    longest = max(len(item) for item in encode_texts(subject, probes, CaptureSettings()))
+    monkeypatch.setattr(region_session, "LEAST_POSITIONS", longest)
+    linear = list(audit.compute_reliance(subject, probes, regions, engine="linear"))
+    assert list(audit.compute_reliance(subject, probes, regions)) == linear
+    assert linear != dense  # they differ in the last digits alone
+
+
+def test_unknown_engine_is_refused():
+    subject, probes, regions = subject_of("bert", "sdpa")
+    with pytest.raises(ValueError, match="engine: expected"):
+        list(audit.compute_reliance(subject, probes, regions, engine="fast"))
+
+
+MEMORY = """
+import resource, sys, torch, transformers
+from audit.capture.layers import plan_capture
+from audit.capture.region_forward import RegionFold, region_batch
+from audit.capture.settings import FoldSettings
+n = int(sys.argv[1])
+torch.set_num_threads(1)
+config = transformers.BertConfig(vocab_size=50, hidden_size=64, num_hidden_layers=2, num_attention_heads=8,
+    intermediate_size=64, max_position_embeddings=n, attn_implementation="sdpa")
+model = transformers.BertModel(config).eval()
+plan = plan_capture(model)
+def run(size):
+    valid = torch.ones(1, size, dtype=torch.bool)
+    read = torch.zeros(1, size); read[0, 0] = 1
+    fold = RegionFold(FoldSettings(), read, valid, torch.rand(1, size, 5))
+    region_batch(model, plan, {"input_ids": torch.ones(1, size, dtype=torch.long)}, fold)
+run(64)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+run(n)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_region_forward_memory_is_linear_in_the_number_of_positions():
+    sizes = (1024, 2048, 4096)
+    peaks = [
+        int(subprocess.run([sys.executable, "-c", MEMORY, str(n)], check=True, capture_output=True).stdout)
+        for n in sizes
+    ]
+    assert peaks[-1] < 4096 * 4096 * 4 / 1024 / 2, peaks  # half of one head's matrix, of 16
+    for small, large in pairwise(peaks):
+        assert large < 3 * small + 2048, peaks  # n² would be 4
