@@ -12,12 +12,16 @@ import pytest
 import torch
 
 import audit
+from audit.capture import query_blocks
 from audit.capture.batches import valid_positions
+from audit.capture.engine import BatchFold
 from audit.capture.inputs import core_model, encode_texts
 from audit.capture.layers import plan_capture
-from audit.capture.passes import run_model
+from audit.capture.passes import fold_batch, run_model
 from audit.capture.region_forward import RegionFold, region_batch
+from audit.capture.row_backward import row_batch
 from audit.capture.settings import FoldSettings
+from audit.errors import CaptureError
 from audit.methods import attention_rollout
 from audit.records import CaptureSettings, Checkpoint, Method, Probe
 from tests.integration.tiny_models import (
@@ -181,10 +185,98 @@ def test_unknown_engine_is_refused():
         list(audit.compute_reliance(subject, probes, regions, engine="fast"))
 
 
+VARIANTS = [
+    {},
+    {"residual": [0.2, 0.5, 0.9]},
+    {"start_layer": 1},
+    {"head_fusion": "max"},
+    {"head_fusion": "min", "top_k": 3},
+    {"discard_ratio": 0.5},
+    {"head_fusion": "weighted", "head_weights": [[0.1, 0.2, 0.3, 0.4]] * 3},
+]
+
+
+def dense_rows(
+    family: str,
+    tensors: dict[str, torch.Tensor],
+    read: torch.Tensor,
+    valid: torch.Tensor,
+    settings: FoldSettings,
+) -> torch.Tensor:
+    """Return the rows of the dense engine, from a model that runs eagerly."""
+    subject = text_checkpoint(family, attention="eager")
+    fold = BatchFold(settings, read[:, 0], valid)
+    fold_batch(subject.model, plan_capture(core_model(subject.model)), tensors, fold)
+    assert fold.matrix is not None
+    return read @ fold.matrix
+
+
+@pytest.mark.parametrize("block", [2**22, 1], ids=["whole", "single-queries"])
+@pytest.mark.parametrize("rows", [1, 3, 11])
+@pytest.mark.parametrize("params", VARIANTS, ids=str)
+@pytest.mark.parametrize(("family", "side"), [("bert", "right"), ("gpt2", "left"), ("llama", "right")])
+def test_rows_equal_the_dense_engine(family, side, params, rows, block, monkeypatch):
+    monkeypatch.setattr(query_blocks, "BLOCK_ENTRIES", block)
+    subject, tensors, valid = padded_case(family, side)
+    torch.manual_seed(1)
+    read = torch.rand(2, rows, valid.shape[1]) * valid[:, None]
+    read /= read.sum(dim=-1, keepdim=True)
+    settings = FoldSettings.from_method(Method("rollout", params=params))
+    plan = plan_capture(core_model(subject.model))
+    found, _ = row_batch(subject.model, plan, tensors, read, valid, settings=settings)
+    np.testing.assert_allclose(found, dense_rows(family, tensors, read, valid, settings), atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+def test_one_row_by_exchanged_queries_and_keys_equals_the_dense_engine(family):
+    subject = text_checkpoint(family, attention="sdpa")
+    (item,) = encode_texts(subject, text_probes()[3:4], CaptureSettings())
+    valid = torch.ones(1, len(item), dtype=torch.bool)
+    plan, settings = plan_capture(core_model(subject.model)), FoldSettings()
+    torch.manual_seed(2)
+    for read in (torch.eye(len(item))[None, -1:], torch.rand(1, 1, len(item)).softmax(-1)):
+        found, _ = row_batch(subject.model, plan, dict(item.tensors), read, valid, settings=settings)
+        several, _ = row_batch(
+            subject.model, plan, dict(item.tensors), read.expand(-1, 2, -1), valid, settings=settings
+        )
+        expected = dense_rows(family, dict(item.tensors), read, valid, settings)
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+        np.testing.assert_allclose(several, expected.expand(-1, 2, -1), atol=1e-6)
+        assert float(found.sum()) == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("params", [{}, {"top_k": 2}], ids=str)
+def test_rows_beside_sinks_equal_the_dense_engine(params):
+    subject = checkpoint(
+        build("GptOssForCausalLM", attention="eager", vocab_size=40, num_key_value_heads=2, head_dim=8,
+              num_local_experts=2, num_experts_per_tok=1, sliding_window=4, intermediate_size=32),
+        word_tokenizer(),
+    )  # fmt: skip
+    (item,) = encode_texts(subject, text_probes()[3:4], CaptureSettings())
+    n = len(item)
+    valid, read = torch.ones(1, n, dtype=torch.bool), torch.rand(1, 1, n).softmax(-1)
+    settings = FoldSettings.from_method(Method("rollout", params=params))
+    plan = plan_capture(core_model(subject.model))
+    fold = BatchFold(settings, read[:, 0], valid)
+    fold_batch(subject.model, plan, dict(item.tensors), fold)
+    found, _ = row_batch(subject.model, plan, dict(item.tensors), read, valid, settings=settings)
+    assert found.shape[-1] == n + 1
+    np.testing.assert_allclose(found[:, 0], fold.final_row(), atol=1e-5)
+
+
+def test_rows_refuse_what_is_no_product():
+    subject, tensors, valid = padded_case("bert", "right")
+    settings = FoldSettings.from_method(Method("attention_flow"))
+    plan = plan_capture(core_model(subject.model))
+    with pytest.raises(CaptureError, match="no row engine"):
+        row_batch(subject.model, plan, tensors, valid[:, None].float(), valid, settings=settings)
+
+
 MEMORY = """
 import resource, sys, torch, transformers
 from audit.capture.layers import plan_capture
 from audit.capture.region_forward import RegionFold, region_batch
+from audit.capture.row_backward import row_batch
 from audit.capture.settings import FoldSettings
 n = int(sys.argv[1])
 torch.set_num_threads(1)

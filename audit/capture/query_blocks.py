@@ -1,0 +1,104 @@
+r"""Query blocks: rows of every row-wise variant of rollout, a block of queries at a time.
+
+Derivation. A row is carried from the last layer down, r ← (1-ρ)·r·F + ρ·r, with F the fused and pruned
+attention of a layer. Head fusion by max or min, discarding and top-k act on each row of F alone, and
+
+.. math:: (rF)_k = \sum_q r_q F_{qk} = \sum_{\text{blocks } B}\; \sum_{q\in B} r_q F_{qk},
+
+so F is needed for one block of queries at a time: softmax of the block, fuse, prune, renormalise, add.
+Memory is head × block × n. Queries on which no row draws are left out: an output row of one position
+costs one row of the last layer. Soft-capped scores, position bias, masks and learned sinks are those of
+:func:`audit.capture.weights.attention_weights`; a sink is a position that draws on itself alone.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from audit.capture.interface import KernelCall
+from audit.capture.settings import FoldSettings
+from audit.capture.weights import attention_weights
+from audit.errors import CaptureError
+from audit.methods.fusion import fuse_heads
+
+BLOCK_ENTRIES = 2**22
+"""Weights (batch × head × query × key) of one block of queries: 16 MB in float32."""
+
+
+def rows_by_blocks(
+    call: KernelCall, rows: Tensor, valid: Tensor, settings: FoldSettings, layer: int
+) -> Tensor:
+    """Return r·F of one layer for each row r, F being its fused and pruned attention.
+
+    Parameters
+    ----------
+    call : KernelCall
+    rows : float Tensor (batch, row, query), perhaps one more query: the sink
+        Zero at pads.
+    valid : bool Tensor (batch, position)
+    settings : FoldSettings
+        Fusion and pruning of heads.
+    layer : int
+        Whose weights of heads are taken.
+
+    Returns
+    -------
+    Tensor (batch, row, key), one more key with a sink
+        Each with the sum of its row.
+
+    Raises
+    ------
+    CaptureError
+        When a valid row's weights do not sum to 1.
+    """
+    batch, heads, n, _ = call.query.shape
+    sinks = call.options.get("s_aux")
+    extra = max(int(sinks is not None), rows.shape[2] - n)
+    found = rows.new_zeros(batch, rows.shape[1], n + extra)
+    if rows.shape[2] > n:
+        found[..., n] = rows[..., n]
+    size = max(1, BLOCK_ENTRIES // (batch * heads * n))
+    for start in range(0, n, size):
+        block = slice(start, min(start + size, n))
+        weighed = rows[..., block]
+        if not bool(weighed.any()):
+            continue
+        weights = block_weights(call, block)
+        weights = weights.masked_fill(~valid[:, None, block, None], 0.0)
+        _check_rows(call, weights, valid[:, block])
+        fused = fuse_heads(
+            weights, query_offset=start, head_weights=settings.head_weights_of(layer), **settings.fusion
+        )
+        found[..., : fused.shape[2]] += weighed.to(fused.dtype) @ fused
+    return found
+
+
+def _check_rows(call: KernelCall, weights: Tensor, valid: Tensor) -> None:
+    error = (weights.sum(dim=-1) - valid[:, None].to(weights.dtype)).abs().amax()
+    if not error <= 1e-4:
+        raise CaptureError(f"attention layer {call.path} has rows that sum to 1 ± {float(error):.3g}")
+
+
+def block_weights(call: KernelCall, block: slice) -> Tensor:
+    """Return the weights of a block of queries: (batch, head, query of the block, key)."""
+    n, mask = call.query.shape[2], call.mask
+    if mask is None and call.is_causal and n > 1:
+        positions = torch.arange(n, device=call.query.device)
+        mask = positions[None] <= positions[block, None]
+    return attention_weights(
+        call.query[:, :, block],
+        call.key,
+        _rows_of(mask, block, n),
+        scaling=call.options.get("scaling"),
+        softcap=call.options.get("softcap"),
+        position_bias=_rows_of(call.options.get("position_bias"), block, n),
+        sinks=call.options.get("s_aux"),
+    )
+
+
+def _rows_of(tensor: Tensor | None, block: slice, length: int) -> Tensor | None:
+    """Return the rows of a mask or bias; one that is the same for every query stays as it is."""
+    if tensor is None or tensor.dim() < 2 or tensor.shape[-2] != length:
+        return tensor
+    return tensor[..., block, :]
