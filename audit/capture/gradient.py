@@ -22,10 +22,11 @@ from audit.capture.inputs import Encoded, core_model
 from audit.capture.interface import AttentionCall, KernelCall, Replacing, interface_capture
 from audit.capture.layers import CapturePlan, expected_calls
 from audit.capture.passes import exclusive, run_model
+from audit.capture.query_blocks import block_weights
 from audit.capture.settings import FoldSettings
 from audit.capture.targets import resolve_targets, target_scores
 from audit.capture.threads import own_thread
-from audit.capture.weights import attention_weights, with_sink
+from audit.capture.weights import with_sink
 from audit.errors import CaptureError
 from audit.methods.gradient import gradient_map, weigh_by_gradient
 from audit.records import Checkpoint
@@ -163,7 +164,7 @@ class _Backward:
         if value is None:
             raise ValueError("tensors: expected query, key and value")
         with torch.enable_grad():
-            weights = _weights_of(self.saved.call, leaves, rows)
+            weights = block_weights(_with_tensors(self.saved.call, leaves), rows)
         back = upstream.transpose(1, 2)  # (batch, head, query, dim)
         groups = weights.shape[1] // value.shape[1]
         spread = value.detach().to(back.dtype).repeat_interleave(groups, dim=1)
@@ -219,31 +220,6 @@ def _backward(
 
 def _leaf(tensor: Tensor | None, wanted: bool) -> Tensor | None:
     return None if tensor is None else tensor.detach().requires_grad_(wanted)
-
-
-def _weights_of(call: KernelCall, tensors: Sequence[Tensor | None], rows: slice) -> Tensor:
-    query, key, _, mask, bias, sinks = tensors
-    if query is None or key is None:
-        raise ValueError("tensors: expected query, key and value")
-    if mask is None and call.is_causal and query.shape[2] > 1:
-        positions = torch.arange(query.shape[2], device=query.device)
-        mask = positions[None] <= positions[rows, None]
-    return attention_weights(
-        query[:, :, rows],
-        key,
-        _row_slice(mask, rows, query.shape[2]),
-        scaling=call.options.get("scaling"),
-        softcap=call.options.get("softcap"),
-        position_bias=_row_slice(bias, rows, query.shape[2]),
-        sinks=sinks,
-    )
-
-
-def _row_slice(tensor: Tensor | None, rows: slice, length: int) -> Tensor | None:
-    """Return the rows of a mask or bias; one that is the same for every query stays as it is."""
-    if tensor is None or tensor.dim() < 2 or tensor.shape[-2] != length:
-        return tensor
-    return tensor[..., rows, :]
 
 
 def gradient_batch(
