@@ -130,6 +130,7 @@ def _outside(interval: tuple[float, float], bounds: tuple[float, float]) -> bool
 def base_verdict(cell: Cell, rule: Rule, comparison: Comparison, **found: Any) -> RuleVerdict:
     """Return a verdict with everything the cell tells; `found` adds or overrides fields."""
     confirmations = [one for one in comparison.confirmations if one.region == cell.region]
+    of_model = cell.measure == "shift" and cell.effect == "model"  # what occlusion on both checkpoints tells
     facts: dict[str, Any] = {
         "rule": rule,
         "region": cell.region,
@@ -144,7 +145,7 @@ def base_verdict(cell: Cell, rule: Rule, comparison: Comparison, **found: Any) -
         "n_missing": cell.n_missing,
         "n_clusters": cell.n_clusters,
         "n_replicates": len(cell.replicates),
-        "confirmation": confirmations[0] if confirmations and cell.measure == "shift" else None,
+        "confirmation": confirmations[0] if confirmations and of_model else None,
     }
     return RuleVerdict(**{**facts, **found})
 

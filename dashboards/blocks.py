@@ -34,6 +34,10 @@ GLOSSARY = {
 }
 
 
+TIME = st.column_config.DatetimeColumn(format="D MMM YYYY, HH:mm")
+"""How tables show the column `time`."""
+
+
 def text(value: object, width: int = 400) -> str:
     """Return untrusted text, made visible, cut and escaped for HTML."""
     return escape(clip(str(value), width))

@@ -206,7 +206,11 @@ def over_time(
 
 
 def trend(
-    found: Sequence[dict[str, Any]], limits: Sequence[float], approvals: Sequence[str], colours: Palette
+    found: Sequence[dict[str, Any]],
+    limits: Sequence[float],
+    control: tuple[float, float] | None,
+    approvals: Sequence[dict[str, str]],
+    colours: Palette,
 ) -> alt.LayerChart:
     """Return a shift over the audits of one model.
 
@@ -215,16 +219,13 @@ def trend(
     found : sequence of dict
         Keys ``time``, ``value``, ``low``, ``high``, ``outcome``, ``comparison``, ``after``.
     limits : sequence of float
-        Drawn as dashed lines.
-    approvals : sequence of str
-        Times, drawn as vertical lines.
+        Of the policy, drawn as dashed lines.
+    control : (low, high) or None
+        Where harmless re-trainings lie, drawn as a band.
+    approvals : sequence of dict
+        Keys ``time``, ``by``, ``what``; drawn as vertical lines with a flag.
     """
-    x = alt.X(
-        "time:T",
-        title=None,
-        axis=alt.Axis(grid=False, labelOverlap=True),
-        scale=alt.Scale(nice=True),
-    )
+    x = alt.X("time:T", title=None, axis=_time_axis(found))
     y = alt.Y(
         "value:Q",
         title="shift",
@@ -236,13 +237,15 @@ def trend(
     )
     shape = alt.Shape("outcome:N", scale=alt.Scale(domain=list(OUTCOMES), range=list(SHAPES)), legend=None)
     base = alt.Chart(alt.Data(values=list(found))).encode(x=x)
-    rules = alt.Chart(alt.Data(values=[{"value": end} for end in limits])).mark_rule(
-        strokeDash=[5, 4], color=colours.edge, strokeWidth=1.6
-    )
-    marks = alt.Chart(alt.Data(values=[{"time": time} for time in approvals])).mark_rule(color=colours.mass)
+    band = [{"low": control[0], "high": control[1]}] if control else []
     layers = [
-        rules.encode(y=alt.Y("value:Q")),
-        marks.encode(x=alt.X("time:T")),
+        alt.Chart(alt.Data(values=band))
+        .mark_rect(color=colours.noise, opacity=0.45)
+        .encode(y=alt.Y("low:Q"), y2="high:Q"),
+        alt.Chart(alt.Data(values=[{"value": end} for end in limits]))
+        .mark_rule(strokeDash=[5, 4], color=colours.edge, strokeWidth=1.6)
+        .encode(y=alt.Y("value:Q")),
+        *_flags(approvals, colours),
         base.mark_line(color=colours.dot, strokeWidth=1.5).encode(y=y),
         base.transform_filter("datum.low != null")
         .mark_rule(strokeWidth=2)
@@ -261,6 +264,59 @@ def trend(
         ),
     ]
     return finish(alt.layer(*layers), 260, colours)
+
+
+def _time_axis(found: Sequence[dict[str, Any]]) -> alt.Axis:
+    days = {row["time"][:10] for row in found}
+    form = "%d %b %Y" if len(days) > 1 else "%H:%M:%S"
+    return alt.Axis(grid=False, labelOverlap=True, tickCount=6, format=form)
+
+
+def _flags(approvals: Sequence[dict[str, str]], colours: Palette) -> list[alt.Chart]:
+    base = alt.Chart(alt.Data(values=list(approvals))).encode(
+        x=alt.X("time:T"),
+        tooltip=[alt.Tooltip("by:N", title="approved by"), alt.Tooltip("what:N", title="accepted")],
+    )
+    flag = base.mark_text(text="⚑", fontSize=17, baseline="top", align="left", color=colours.mass)
+    return [base.mark_rule(color=colours.mass, strokeWidth=1.4), flag.encode(y=alt.value(0))]
+
+
+def evidence(found: Sequence[dict[str, Any]], alarm: float, colours: Palette) -> alt.LayerChart:
+    """Return the evidence of a drift after each audit, and the line from which on it is told.
+
+    Parameters
+    ----------
+    found : sequence of dict
+        Keys ``time``, ``evidence`` (> 0), ``share``, ``comparison``.
+    alarm : float
+    """
+    highest = max([alarm, *(row["evidence"] for row in found)])
+    lowest = min([0.5, *(row["evidence"] for row in found)])
+    y = alt.Y(
+        "evidence:Q",
+        title="evidence (log)",
+        scale=alt.Scale(type="log", domain=[lowest * 0.8, highest * 1.6], nice=False),
+        axis=alt.Axis(gridColor=colours.line, tickCount=4, format="~g"),
+    )
+    base = alt.Chart(alt.Data(values=list(found))).encode(
+        x=alt.X("time:T", title=None, axis=_time_axis(found))
+    )
+    told = alt.condition(f"datum.evidence >= {alarm}", alt.value(colours.up), alt.value(colours.dot))
+    line = alt.Chart(alt.Data(values=[{"evidence": alarm}])).mark_rule(
+        strokeDash=[5, 4], color=colours.up, strokeWidth=1.6
+    )
+    marks = base.mark_point(filled=True, size=80, opacity=1).encode(
+        y=y,
+        color=told,
+        tooltip=[
+            alt.Tooltip("time:T", format="%d %b %Y, %H:%M"),
+            alt.Tooltip("evidence:Q", format=".3g"),
+            alt.Tooltip("share:Q", format=".4f", title="share"),
+            alt.Tooltip("comparison:N"),
+        ],
+    )
+    path = base.mark_line(color=colours.dot, strokeWidth=1.5).encode(y=y)
+    return finish(alt.layer(line.encode(y=y), path, marks), 150, colours)
 
 
 def finish(chart: alt.LayerChart, height: int, colours: Palette) -> alt.LayerChart:

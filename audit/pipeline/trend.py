@@ -39,6 +39,8 @@ class Trend:
     alarm : str or None
         Comparison at which the evidence first reached :data:`ALARM`.
     sentence : str
+    course : tuple of float
+        Value of the e-process after each look.
     """
 
     region: str
@@ -51,6 +53,7 @@ class Trend:
     scale: float
     alarm: str | None
     sentence: str
+    course: tuple[float, ...] = ()
 
 
 def trends(store: Store, comparison_id: str | None = None) -> list[Trend]:
@@ -181,6 +184,7 @@ def _trend(
         scale=scale,
         alarm=alarm,
         sentence=_sentence(key[0], looks, levels, float(evidence.max()), alarm),
+        course=tuple(float(value) for value in evidence),
     )
 
 

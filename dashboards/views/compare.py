@@ -9,19 +9,13 @@ import streamlit as st
 
 from audit.records import Cell, Comparison, Verdict
 from audit.report import facts, rows
-from audit.report.wording import count, quantity, span
-from dashboards import blocks, charts, data, forest, selection, state, theme
+from audit.report.wording import count
+from dashboards import acceptance, blocks, charts, data, forest, selection, state, theme
 from dashboards.selection import Selected
-from dashboards.views import probes_table
+from dashboards.views import effects, probes_table
 from dashboards.views import verdict as verdict_view
 
 KEYS = ("comparison", "effect", *selection.KEYS, "region")
-EFFECTS = {
-    "model": "other checkpoint, same probes",
-    "data": "same checkpoint, other probes",
-    "model_on_domain": "other checkpoint, on the second probe set",
-    "interaction": "interaction of checkpoint and probes",
-}
 
 
 def page() -> None:
@@ -44,13 +38,15 @@ def page() -> None:
     cells = _cells(name, comparison, chosen)
     judged = None if chosen is not None and chosen.filtered else verdict
     _forest(comparison, cells, judged)
+    effects.crossing(comparison)
     _layers(comparison, cells)
     _distribution(name, comparison, cells, chosen)
     _segments(comparison)
     verdict_view.rules(verdict)
+    acceptance.draw(comparison, verdict)
     if chosen is not None:
         probes_table.draw(name, chosen)
-    _methods(comparison, manifests)
+    effects.methods(comparison, manifests, state.get("region"))
     _cell_table(comparison, cells)
     state.publish(*KEYS)
     blocks.share_link()
@@ -85,8 +81,14 @@ def _title(one: Mapping[str, Any]) -> str:
     before, after = ((one[side] or {}).get("checkpoint") for side in ("before", "after"))
     return (
         f"{one['outcome'] or rows.COMPARED} · {blocks.pair_name(before, after)} · {one['method']} · "
+        f"{'2×2 with new data · ' if crossed(one) else ''}"
         f"{blocks.when(one['provenance']['time'])} · {one['comparison_id']}"
     )
+
+
+def crossed(manifest: Mapping[str, Any]) -> bool:
+    """Return whether a comparison crosses two checkpoints with two probe sets (2×2)."""
+    return manifest["kind"] == "paired" and bool(manifest.get("settings", {}).get("domain"))
 
 
 def _filters(comparison: Comparison, answers: Any) -> Selected | None:
@@ -117,20 +119,32 @@ def _cells(name: str, comparison: Comparison, chosen: Selected | None) -> tuple[
     return ()
 
 
-def shifts(cells: Sequence[Cell], effect: str, *, layers: bool = False) -> list[Cell]:
-    """Return the shift cells of one effect over all segments: of the whole stack, or of each layer."""
-    return [
-        cell
-        for cell in cells
-        if cell.measure == "shift"
-        and cell.effect == effect
-        and cell.segment is None
-        and (cell.layer is not None) == layers
-    ]
+def _effects(cells: Sequence[Cell]) -> list[str]:
+    return [e for e in effects.EFFECTS if any(c.effect == e and c.measure == "shift" for c in cells)]
+
+
+def _choose_effect(comparison: Comparison, cells: Sequence[Cell]) -> str:
+    """Draw what of a 2×2 is looked at; a filter leaves the effect of the checkpoint alone."""
+    present = _effects(cells)
+    if len(present) > 1:
+        state.pick(
+            st.segmented_control,
+            "What moved it",
+            "effect",
+            present,
+            default=present[0],
+            format_func=effects.EFFECTS.__getitem__,
+            required=True,
+        )
+        blocks.note(effects.MEANING[_effect(comparison)])
+    elif len(_effects(comparison.cells)) > 1 and present:
+        blocks.note("With a filter, only the effect of the checkpoint is shown.")
+        return present[0]
+    return _effect(comparison)
 
 
 def _effect(comparison: Comparison) -> str:
-    present = [e for e in EFFECTS if any(c.effect == e and c.measure == "shift" for c in comparison.cells)]
+    present = _effects(comparison.cells)
     chosen = state.get("effect")
     return chosen if chosen in present else (present[0] if present else "model")
 
@@ -140,22 +154,11 @@ def _forest(comparison: Comparison, cells: Sequence[Cell], verdict: Verdict | No
     with blocks.section(
         "Where the attention map moved", "Mean shift of each region, with everything it is judged by."
     ):
-        present = [
-            e for e in EFFECTS if any(c.effect == e and c.measure == "shift" for c in comparison.cells)
-        ]
-        if len(present) > 1:
-            state.pick(
-                st.segmented_control,
-                "What is compared",
-                "effect",
-                present,
-                default=present[0],
-                format_func=EFFECTS.__getitem__,
-                required=True,
-            )
-        found = rows.by_size(shifts(cells, _effect(comparison)))
+        effect = _choose_effect(comparison, cells)
+        found = rows.by_size(effects.shifts(cells, effect))
         if not found:
-            st.info("No shift was computed for this selection.")
+            if cells:
+                st.info("No shift was computed for this selection.")
             return
         judged = rows.judged_by(verdict)
         lines = [
@@ -175,30 +178,30 @@ def _legend(level: str) -> None:
         f'<span class="key {kind}"></span>' for kind in ("mark", "band", "dot", "tick", "excess")
     )
     blocks.html(
-        f'<ul class="legend"><li>{mark}{blocks.term("shift", "mean shift")} with {level} '
-        f"{blocks.term('interval')}</li>"
+        f'<ul class="legend"><li>{mark}<span>{blocks.term("shift", "mean shift")} with {level} '
+        f"{blocks.term('interval')}</span></li>"
         f"<li>{tick}{blocks.term('limit', 'limit')}</li>"
-        f"<li>{excess}allowed beyond re-training ({blocks.term('excess')})</li>"
+        f"<li>{excess}<span>allowed beyond re-training ({blocks.term('excess')})</span></li>"
         f"<li>{dot}one harmless re-training</li>"
-        f"<li>{band}{blocks.term('noise floor')} (mean ± 2 SD)</li></ul>"
+        f"<li>{band}<span>{blocks.term('noise floor')} (mean ± 2 SD)</span></li></ul>"
     )
 
 
 def _layers(comparison: Comparison, cells: Sequence[Cell]) -> None:
     with blocks.section("In which layer", blocks.GLOSSARY["layer"]):
         effect = _effect(comparison)
-        found = shifts(cells, effect, layers=True)
+        found = effects.shifts(cells, effect, layers=True)
         if not found:
             blocks.note(
                 "This comparison holds no layers: the runs were made without them, or come from a floor."
             )
             return
-        order = [charts.name_of(c) for c in rows.by_size(shifts(cells, effect))][:30]
+        order = [charts.name_of(c) for c in rows.by_size(effects.shifts(cells, effect))][:30]
         found = [cell for cell in found if charts.name_of(cell) in order]
         st.altair_chart(charts.heat_map(found, order, theme.palette()), alt="Shift by region and layer")
         blocks.note(
             "Each column is the map as it stands after that layer. Orange: the region gained share; blue: it "
-            "lost share. Fine-tuning usually moves the last layers most."
+            "lost share."
         )
 
 
@@ -226,7 +229,7 @@ def _distribution(name: str, comparison: Comparison, cells: Sequence[Cell], chos
     ):
         import polars as pl
 
-        found = shifts(cells, _effect(comparison))
+        found = effects.shifts(cells, _effect(comparison))
         region = choose_region(found)
         table = data.probe_rows(name)
         if region is None or table.is_empty():
@@ -277,44 +280,8 @@ def _segments(comparison: Comparison) -> None:
 
 
 def _largest(comparison: Comparison, regions: Sequence[str]) -> str:
-    ranked = rows.by_size(shifts(comparison.cells, _effect(comparison)))
+    ranked = rows.by_size(effects.shifts(comparison.cells, _effect(comparison)))
     return next((c.region for c in ranked if c.region in regions), regions[0])
-
-
-def same_pair(comparison: Comparison, manifests: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return method → newest comparison of the same two checkpoints; empty where runs are unknown."""
-    one, two = comparison.before, comparison.after
-    if one is None or two is None:
-        return {}
-    return {
-        str(m["method"]): str(m["comparison_id"])
-        for m in reversed(manifests)
-        if m["before"] and m["after"] and m["kind"] == comparison.kind
-        if (m["before"]["digest"], m["after"]["digest"]) == (one.digest, two.digest)
-    }
-
-
-def _methods(comparison: Comparison, manifests: Sequence[Mapping[str, Any]]) -> None:
-    """Draw the shifts that other methods found between the same two checkpoints."""
-    methods = same_pair(comparison, manifests)
-    if len(methods) < 2:
-        return
-    with blocks.section("Do other methods agree", "The same two checkpoints, maps made in another way."):
-        table = {}
-        for method, name in methods.items():
-            table[method] = {cell.region: cell for cell in shifts(data.comparison(name).cells, "model")}
-        regions = [cell.region for cell in rows.by_size(shifts(comparison.cells, "model"))]
-        body = [
-            [f"<b>{blocks.text(region)}</b>"] + [_short(found.get(region)) for found in table.values()]
-            for region in regions
-        ]
-        blocks.html(blocks.table(("region", *(blocks.text(method) for method in table)), body))
-
-
-def _short(cell: Cell | None) -> str:
-    if cell is None or cell.value is None:
-        return "–"
-    return f"{quantity('shift', cell.value, like=cell.interval)}<small>{span('shift', cell.interval)}</small>"
 
 
 def _cell_table(comparison: Comparison, cells: Sequence[Cell]) -> None:

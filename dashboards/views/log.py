@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import streamlit as st
 
+from audit.errors import AuditError
+from audit.pipeline.approve import Approval, binding, objection, read_approvals
 from audit.report.wording import count
 from dashboards import blocks, data
 
@@ -32,63 +35,120 @@ def _approvals() -> None:
             blocks.warn(problem)
         if not listing.manifests:
             blocks.note(
-                "Nothing has been approved. The dashboard only reads; an approval is given on the "
-                "command line, "
-                "with a name and a reason."
+                "Nothing has been approved. The dashboard only reads; the page of a failed comparison shows "
+                "the command that accepts its shift, with a name and a reason."
             )
             return
-        hidden = {"schema_version", "digest", "seal", "provenance"}
-        body = []
-        for one in reversed(listing.manifests[-50:]):
-            details = "; ".join(f"{k}: {v}" for k, v in one.items() if k not in hidden | {"approval_id"})
-            body.append(
-                (
-                    blocks.text(blocks.when(one["provenance"]["time"])),
-                    blocks.text(one["approval_id"]),
-                    blocks.text(details, 500),
-                )
+        given = list(reversed(list(read_approvals(data.store()))))
+        blocks.html(
+            blocks.table(
+                ("given", "accepted", "by", "until", "why", "today"), [_approval(one) for one in given[:50]]
             )
-        blocks.html(blocks.table(("given", "approval", "what was accepted"), body))
+        )
+        unlogged = {one["approval_id"] for one in listing.manifests} - {one.id for one in given}
+        if unlogged:
+            blocks.warn(f"Not in the log, so they count for nothing: {', '.join(sorted(unlogged)[:5])}.")
+        for name in list(dict.fromkeys(one.comparison_id for one in given))[:5]:
+            blocks.link("compare", f"Open {name}", ":material/compare_arrows:", comparison=name)
 
 
-def verdicts(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return every logged verdict, newest first, with what changed since the one before on the same pair."""
+def _approval(one: Approval) -> tuple[str, ...]:
+    what = "; ".join(sorted({f"{s['rule']} on {s['region']}" for s in one.scope})) or "the release"
+    obstacle = standing(one)
+    today = '<span class="soft">counts</span>' if obstacle is None else blocks.text(f"no: {obstacle}", 200)
+    return (
+        blocks.text(one.created),
+        f"{blocks.text(what, 200)}<small>{blocks.text(one.comparison_id)}</small>",
+        f"{blocks.text(one.by, 80)}<small>{'signed' if one.signature else 'not signed'}</small>",
+        blocks.text(one.expires.isoformat() if one.expires else "no end"),
+        blocks.text(one.reason, 200),
+        today,
+    )
+
+
+def standing(one: Approval) -> str | None:
+    """Return why an approval does not count today for the comparison it was given to, None when it does."""
+    try:
+        comparison = data.comparison(one.comparison_id)
+        judged = data.stored_verdict(one.comparison_id)
+        if judged is None:
+            return "its comparison has no verdict"
+        bound = binding(data.store(), comparison, judged.policy)
+        today = datetime.now(UTC).date()
+        return objection(
+            data.store(), one, bound, comparison=comparison, signers=data.signers(comparison), today=today
+        )
+    except AuditError as error:
+        return str(error)
+
+
+def verdicts(
+    entries: Sequence[Mapping[str, Any]],
+    loosening: Callable[[str, str], Sequence[str]] = lambda _old, _new: (),
+) -> list[dict[str, Any]]:
+    """Return every logged verdict, newest first, with what changed since the one before on the same pair.
+
+    Parameters
+    ----------
+    entries : sequence of mapping
+        The log.
+    loosening : callable
+        Two comparison ids → in what the policy of the second is more permissive than that of the first.
+    """
     found: list[dict[str, Any]] = []
-    last: dict[str, str] = {}
+    last: dict[str, tuple[str, str]] = {}
     for entry in entries:
         if entry["kind"] != "verdict":
             continue
         payload = entry["payload"]
         subject, policy = str(payload.get("subject")), str(payload.get("policy"))
+        name = str(payload.get("comparison_id"))
         remarks = []
         if int(payload.get("attempt") or 1) > 1:
             remarks.append(f"attempt {payload['attempt']} on this pair")
-        if subject in last and last[subject] != policy:
-            remarks.append("another policy than the time before")
-        last[subject] = policy
+        if subject in last and last[subject][1] != policy:
+            looser = loosening(last[subject][0], name)
+            remarks.append(
+                f"policy loosened: {'; '.join(looser)}" if looser else "another policy than the time before"
+            )
+        last[subject] = name, policy
         found.append(
             {
                 "time": blocks.moment(entry["time"]),
                 "outcome": payload.get("outcome"),
-                "comparison": payload.get("comparison_id"),
-                "attempt": payload.get("attempt"),
-                "policy": policy[:12],
                 "remark": "; ".join(remarks),
+                "comparison": name,
+                "policy": policy[:12],
             }
         )
     return found[::-1]
+
+
+def _loosening(old: str, new: str) -> list[str]:
+    from audit.pipeline.history import loosened
+
+    try:
+        one, two = data.stored_verdict(old), data.stored_verdict(new)
+    except AuditError:
+        return []
+    return loosened(one.policy, two.policy) if one is not None and two is not None else []
 
 
 def _verdicts(entries: Sequence[Mapping[str, Any]]) -> None:
     import polars as pl
 
     with blocks.section("Verdicts", "Every judgement, in the order it was made; none can be taken back."):
-        found = verdicts(entries)
+        found = verdicts(entries, _loosening)
         if not found:
             blocks.note("No verdict has been logged yet.")
             return
         frame = pl.DataFrame(found, infer_schema_length=None)
-        st.dataframe(frame, hide_index=True, height=min(420, 38 + 35 * len(frame)))
+        st.dataframe(
+            frame,
+            hide_index=True,
+            height=min(420, 38 + 35 * len(frame)),
+            column_config={"time": blocks.TIME, "remark": st.column_config.TextColumn(width="large")},
+        )
         blocks.downloads("verdicts", frame)
         for one in [row for row in found if row["outcome"] == "FAIL"][:5]:
             label = f"Open the failed comparison {one['comparison']} of {blocks.when(one['time'])}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -14,10 +15,13 @@ from audit.records import Verdict
 from audit.report import rows
 from audit.report.wording import count, quantity, span
 from dashboards import blocks, data, state
+from dashboards.views import compare
 
 PAGE = 12
 ORDER = ("ERROR", "FAIL", "INCONCLUSIVE", "PASS", "COMPARED")
 EVERY = "all"
+CROSSED = "crossed"
+KINDS = {"unpaired": "two probe sets", CROSSED: "2×2 with new data"}
 
 
 @dataclass(frozen=True)
@@ -45,12 +49,16 @@ def models(manifests: Sequence[Mapping[str, Any]]) -> list[Model]:
     grouped: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for one in manifests:
         sides = [(one[side] or {}).get("checkpoint", "") for side in ("before", "after")]
-        grouped.setdefault((*sides, one["method"], one["kind"]), []).append(one)
+        kind = CROSSED if compare.crossed(one) else one["kind"]
+        grouped.setdefault((*sides, one["method"], kind), []).append(one)
     found = [
         Model(blocks.pair_name(key[0], key[1]), key[2], key[3], tuple(history))
         for key, history in grouped.items()
     ]
-    twice = {model.name for model in found if sum(other.name == model.name for other in found) > 1}
+    folders = Counter(
+        (blocks.pair_name(*key[:2]), *key[2:]) for key in grouped
+    )  # pairs of one name in several folders
+    twice = {key[0] for key, number in folders.items() if number > 1}
     found = [replace(model, name=_long_name(model)) if model.name in twice else model for model in found]
     newest = sorted(found, key=lambda model: str(model.latest["provenance"]["time"]), reverse=True)
     return sorted(newest, key=lambda model: ORDER.index(model.outcome))
@@ -177,8 +185,8 @@ def _remark(model: Model) -> str:
         f"method {latest['method']}",
         count(len(latest["replicates"]), "replicate"),
     ]
-    if model.kind == "unpaired":
-        parts.append("two probe sets")
+    if model.kind != "paired":
+        parts.append(KINDS[model.kind])
     if len(model.history) > 1:
         parts.append(f"{len(model.history)} audits so far")
     return blocks.text(" · ".join(parts))
@@ -200,7 +208,7 @@ def _figure(name: str, model: Model) -> None:
             f"{blocks.text(found[1])}</div><small>{blocks.text(found[2])}</small>"
         )
     if len(model.history) > 1:
-        values = [_size(data.verdict(str(one["comparison_id"]))) for one in model.history[-12:]]
+        values = [_size(data.stored_verdict(str(one["comparison_id"]))) for one in model.history[-12:]]
         blocks.html(sparkline(values))
 
 
@@ -257,5 +265,10 @@ def _table(found: Sequence[Model]) -> None:
             ],
             infer_schema_length=None,
         )
-        st.dataframe(frame, hide_index=True, height=min(420, 38 + 35 * len(frame)))
+        st.dataframe(
+            frame,
+            hide_index=True,
+            height=min(420, 38 + 35 * len(frame)),
+            column_config={"time": blocks.TIME},
+        )
         blocks.downloads("audits", frame)

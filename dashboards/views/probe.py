@@ -11,7 +11,7 @@ import streamlit as st
 from audit.records import Comparison, Map
 from audit.report.wording import change, clip, number, quantity
 from dashboards import blocks, content, data, selection, state
-from dashboards.views import compare, probes_table
+from dashboards.views import compare, effects, probes_table
 from dashboards.views.maps import draw_pair, weights_at
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ def _row_name(comparison: Comparison) -> str:
 
 
 def _method_switch(comparison: Comparison, manifests: Sequence[Mapping[str, Any]]) -> None:
-    methods = compare.same_pair(comparison, manifests)
+    methods = effects.same_pair(comparison, manifests)
     names = list(methods) or [comparison.method]
     alone = len(names) < 2
     st.selectbox(

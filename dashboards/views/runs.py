@@ -65,6 +65,7 @@ def _table(manifests: Sequence[Mapping[str, Any]]) -> None:
         on_select="rerun",
         selection_mode="single-row",
         key="runs",
+        column_config={"time": blocks.TIME},
     )
     picked = event["selection"]["rows"]
     if picked and st.session_state.get("run picked") != picked:
@@ -167,6 +168,7 @@ def _used_in(name: str) -> None:
             for one in reversed(data.comparisons().manifests)
             if name
             in {(side or {}).get("run_id") for side in (one["before"], one["after"], *one["replicates"])}
+            or name in (one.get("settings", {}).get("domain") or ())
         ]
         if not found:
             blocks.note("No comparison uses this run yet.")

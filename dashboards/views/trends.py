@@ -7,11 +7,12 @@ from typing import Any
 
 import streamlit as st
 
+from audit.pipeline.trend import ALARM
 from audit.records import RuleVerdict
 from audit.report import rows
 from audit.report.wording import count
 from dashboards import blocks, charts, data, forest, state, theme
-from dashboards.views.overview import models
+from dashboards.views.overview import KINDS, models
 
 LONGEST = 200
 KEYS = ("model", "region")
@@ -28,7 +29,10 @@ def page() -> None:
         )
         return
     longest = sorted(found, key=lambda model: -len(model.history))
-    names = [f"{model.name} · {model.method}" for model in longest]
+    names = [
+        f"{model.name} · {model.method}{f' · {KINDS[model.kind]}' if model.kind in KINDS else ''}"
+        for model in longest
+    ]
     chosen = state.pick(st.selectbox, "Model", "model", names, default=names[0])
     model = longest[names.index(str(chosen))]
     history = model.history[-LONGEST:]
@@ -67,7 +71,11 @@ def points(history: Sequence[Mapping[str, Any]], region: str) -> list[dict[str, 
 
 
 def _judged(name: str, region: str) -> RuleVerdict | None:
-    rules = [r for r in rows.rules_of(data.verdict(name)) if r.rule.measure == "shift" and r.region == region]
+    rules = [
+        r
+        for r in rows.rules_of(data.stored_verdict(name))
+        if r.rule.measure == "shift" and r.region == region and r.effect in ("model", "data")
+    ]
     return rows.worst_first(rules)[0] if rules else None
 
 
@@ -79,27 +87,86 @@ def _draw(history: Sequence[Mapping[str, Any]]) -> None:
         return
     region = str(state.pick(st.selectbox, "Region", "region", regions, default=regions[0], width=260))
     found = points(history, region)
+    rules = [r for r in rows.rules_of(newest) if r.region == region and r.rule.measure == "shift"]
     limits = sorted(
         {
             end
-            for r in rows.rules_of(newest)
-            if r.region == region and r.rule.kind == "limit" and r.rule.measure == "shift"
+            for r in rules
+            if r.rule.kind == "limit" and r.effect in ("model", "data")
             for end in forest.zone(r, 0.0) or ()
             if abs(end) != float("inf")
         }
     )
-    given = [str(one["provenance"]["time"]) for one in data.approvals().manifests]
-    st.altair_chart(charts.trend(found, limits, given, theme.palette()), alt=f"Shift of {region} over time")
+    marks = approved(data.approvals().manifests, history)
+    chart = charts.trend(found, limits, control(rules), marks, theme.palette())
+    st.altair_chart(chart, alt=f"Shift of {region} over time")
     blocks.note(
         f"{count(len(found), 'audit')} of <b>{blocks.text(region)}</b>: mean shift with its interval. "
-        "Dashed: the limit "
-        "of today's policy. Vertical: approvals. Many looks find a false alarm sooner or later: judge a "
-        "trend, not "
-        "one point."
+        "Dashed: the limit of today's policy. Band: where harmless re-trainings lie (mean ± 3 SD). "
+        "Flag: an approval."
     )
+    _drift(history, region)
     import polars as pl
 
     frame = pl.DataFrame(found, infer_schema_length=None)
     with st.expander("As a table"):
         st.dataframe(frame, hide_index=True)
         blocks.downloads("trend", frame)
+
+
+def control(rules: Sequence[RuleVerdict]) -> tuple[float, float] | None:
+    """Return mean ± 3 SD of the newest audit's harmless re-trainings, None without any."""
+    floor = next((r.floor for r in rules if r.floor is not None and r.effect == "model"), None)
+    return None if floor is None else (floor[0] - 3 * floor[1], floor[0] + 3 * floor[1])
+
+
+def approved(
+    approvals: Sequence[Mapping[str, Any]], history: Sequence[Mapping[str, Any]]
+) -> list[dict[str, str]]:
+    """Return the approvals that were given to audits of this history: when, by whom, and what."""
+    names = {str(one["comparison_id"]) for one in history}
+    return [
+        {
+            "time": str(one["provenance"]["time"]),
+            "by": blocks.clip(str(one.get("by", "unknown")), 60),
+            "what": blocks.clip(
+                "; ".join(f"{s['rule']} on {s['region']}" for s in one.get("scope") or ()) or "the release",
+                120,
+            ),
+        }
+        for one in approvals
+        if one.get("comparison_id") in names
+    ]
+
+
+def _drift(history: Sequence[Mapping[str, Any]], region: str) -> None:
+    with blocks.section(
+        "Does it drift",
+        "Evidence that the share changes one way from audit to audit. Without a drift it reaches 20 in at "
+        "most 1 of 20 histories, however often one looks.",
+    ):
+        times = {str(one["comparison_id"]): str(one["provenance"]["time"]) for one in history}
+        regions = {one.region: one for one in data.trends(str(history[-1]["comparison_id"]))}
+        trend = regions.get(region)
+        if trend is None:
+            blocks.note("A drift can be told from the third audit of a new checkpoint on.")
+            return
+        if trend.alarm is not None:
+            blocks.warn(trend.sentence, icon="trending_up")
+        else:
+            blocks.html(f"<p>{blocks.text(trend.sentence)}</p>")
+        others = [one for one in regions.values() if one.alarm is not None and one.region != region]
+        if others:
+            names = ", ".join(blocks.text(one.region, 60) for one in others[:8])
+            blocks.note(f"A drift is also told on {names}.")
+        found = [
+            {"time": times[look], "evidence": max(value, 1e-6), "share": share, "comparison": look}
+            for look, value, share in zip(trend.looks, trend.course, trend.levels[1:], strict=True)
+            if look in times
+        ]
+        chart = charts.evidence(found, ALARM, theme.palette())
+        st.altair_chart(chart, alt=f"Evidence of a drift of {region}")
+        blocks.note(
+            f"Dashed: {ALARM:g}, from which on a drift is told. A single large step is no drift; the verdict "
+            "judges that."
+        )

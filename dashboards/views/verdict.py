@@ -15,7 +15,8 @@ def hero(comparison: Comparison, verdict: Verdict | None) -> None:
     before, after = comparison.before, comparison.after
     pair = blocks.pair_name(before.checkpoint if before else None, after.checkpoint if after else None)
     caveats = "".join(
-        f"<p class='detail'>{blocks.text(one, 600)}</p>" for one in facts.caveats(comparison, verdict)
+        f"<p class='detail'>{blocks.text(one, 600)}</p>"
+        for one in (*facts.caveats(comparison, verdict), *(verdict.notes if verdict else ()))
     )
     blocks.html(
         f'<div class="hero {status}">{blocks.badge(status)} <span '

@@ -140,7 +140,10 @@ def test_the_wheel_holds_our_packages_and_their_templates_and_nothing_else(wheel
     names = ZipFile(wheel).namelist()
     tops = {name.partition("/")[0] for name in names}
     assert {t for t in tops if not t.endswith(".dist-info")} == {"audit", "flows", "dashboards"}
-    shipped = {path.relative_to(ROOT).as_posix() for path in (ROOT / "audit").rglob("*") if path.is_file()}
+    packages = ("audit", "flows", "dashboards")  # with templates, styles, pictures and .streamlit/config.toml
+    files = [path for package in packages for path in (ROOT / package).rglob("*") if path.is_file()]
+    shipped = {path.relative_to(ROOT).as_posix() for path in files}
+    assert "dashboards/.streamlit/config.toml" in shipped
     shipped = {name for name in shipped if "__pycache__" not in name}
     assert shipped <= set(names)
 
