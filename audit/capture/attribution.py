@@ -21,6 +21,7 @@ from audit.capture.engine import BatchFold
 from audit.capture.inputs import Encoded, core_model
 from audit.capture.occlusion import first_patch, occluded, replacement_token
 from audit.capture.passes import exclusive, run_model
+from audit.capture.scores import Score
 from audit.capture.settings import FoldSettings
 from audit.capture.targets import class_logits
 from audit.capture.threads import own_thread
@@ -42,7 +43,7 @@ class AttributionFold:
         self.settings, self.inner = settings, inner
         self.read, self.valid = inner.read, inner.valid
         self.rows: list[Tensor] = []
-        self.targets: dict[str, int] = {}
+        self.targets: dict[str, Score] = {}
         self.sizes = torch.zeros_like(inner.read, dtype=torch.float64)
         self.extra: dict[str, Tensor] = {}
 
@@ -70,7 +71,7 @@ class Question:
 
     checkpoint: Checkpoint
     batch: Sequence[Encoded]
-    targets: Mapping[str, int]
+    targets: Mapping[str, Score]
     read: Tensor
     budget: int
     keep_logits: bool = False
@@ -84,9 +85,10 @@ class Question:
         """Return how many copies of a probe go through the model together."""
         return 1 if self.alone else max(1, self.budget // length)
 
-    def index(self) -> Tensor:
-        """Return the target class of each probe: int (batch,)."""
-        return torch.tensor([self.targets[item.probe.id] for item in self.batch], device=self.read.device)
+    def score(self, outputs: Any, copies: int, *, precise: bool = False) -> Tensor:
+        """Return the score of the first probe's target in each of `copies` of it: (copy,)."""
+        logits = class_logits(outputs, self.read.expand(copies, -1), self.checkpoint.task)
+        return self.targets[self.batch[0].probe.id].of(logits.double() if precise else logits)
 
 
 def attribute(question: Question, fold: AttributionFold) -> None:
@@ -130,8 +132,7 @@ def _occlusion(question: Question) -> Tensor:
 
 def _scores(question: Question, items: Sequence[Encoded]) -> Tensor:
     outputs = run_model(question.checkpoint.model, stack(items), keep_logits=question.keep_logits)
-    logits = class_logits(outputs, question.read.expand(len(items), -1)).double()
-    return logits[:, int(question.index()[0])]
+    return question.score(outputs, len(items), precise=True)
 
 
 # --- gradients of the inputs ------------------------------------------------------------------
@@ -192,13 +193,13 @@ def _differentiable(
         masked = occluded(item, everywhere, token).tensors["input_ids"].to(core.device)
         table = core.get_input_embeddings()
         inputs, baseline = table(tensors["input_ids"]), table(masked)
-    names, index, read = list(tensors), int(question.index()[0]), question.read
+    names = list(tensors)
 
     def forward(given: Tensor, *others: Tensor) -> Tensor:
         feed = dict(zip(names, others, strict=True))
         with _embedded(core, given, feed):
             outputs = run_model(question.checkpoint.model, feed, keep_logits=question.keep_logits)
-        return class_logits(outputs, read.expand(len(given), -1))[:, index]
+        return question.score(outputs, len(given))
 
     leaf = inputs.detach().clone().requires_grad_()
     return leaf, baseline.detach(), forward, tuple(tensors.values())

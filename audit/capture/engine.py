@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from audit.capture.scores import Score
 from audit.capture.settings import PER_HEAD, RAW, ROLLOUT, FoldSettings
 from audit.errors import ConfigError
 from audit.methods.fusion import fuse_heads_counted
@@ -37,7 +38,7 @@ class BatchFold:
         self.empty_rows = torch.zeros(len(read), dtype=torch.int64, device=read.device)
         self.sink = False
         self.causal = torch.ones(len(read), dtype=torch.bool, device=read.device)
-        self.targets: dict[str, int] = {}
+        self.targets: dict[str, Score] = {}
 
     def fold(self, weights: Tensor, *, sink: bool = False, residual: Tensor | None = None) -> None:
         """Take the next layer's attention.

@@ -23,6 +23,7 @@ from audit.capture.interface import AttentionCall, KernelCall, Replacing, interf
 from audit.capture.layers import CapturePlan, expected_calls
 from audit.capture.passes import exclusive, run_model
 from audit.capture.query_blocks import block_weights
+from audit.capture.scores import Score
 from audit.capture.settings import FoldSettings
 from audit.capture.targets import resolve_targets, target_scores
 from audit.capture.threads import own_thread
@@ -57,7 +58,7 @@ class GradientFold:
         self.relevance = settings.form == "relevance"
         self.rows: list[Tensor] = []
         self.causal = torch.ones(len(read), dtype=torch.bool, device=read.device)
-        self.targets: dict[str, int] = {}
+        self.targets: dict[str, Score] = {}
         self.calls = 0
         self._vector = torch.zeros_like(read) if self.relevance else read.clone()
         self._next: int | None = None
@@ -269,7 +270,7 @@ def gradient_batch(
         outputs = run_model(model, tensors, attentions=plan.has_hooks, keep_logits=keep_logits)
         check_counts(plan, called, seen, _expected(model, plan))
         fold.targets = resolve_targets(checkpoint, batch, outputs, wanted, fold.read)
-        scores = target_scores(batch, outputs, fold.targets, fold.read)
+        scores = target_scores(batch, outputs, fold.targets, fold.read, checkpoint.task)
         if not leaf or not scores.requires_grad:
             raise CaptureError(
                 f"{type(core_model(model)).__name__}: its logits do not depend on a float input, so there is "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,19 @@ from torch import Tensor
 from audit.capture.batches import length_batches, stack
 from audit.capture.inputs import Encoded, core_model, encode_image, encode_texts, text_tokenizer
 from audit.capture.passes import exclusive, run_model
-from audit.capture.predictions import Target, check_finite, class_index, class_names, targets_by_probe
+from audit.capture.predictions import (
+    ANSWERS,
+    LANGUAGE,
+    Target,
+    check_finite,
+    class_names,
+    class_score,
+    first_tensor,
+    targets_by_probe,
+)
+from audit.capture.rows import OutputRow, decide_row, row_weights
+from audit.capture.scores import Score
+from audit.capture.targets import TOKENS, class_logits, resolve_targets
 from audit.errors import CheckpointError, ProbeError
 from audit.records import CaptureSettings, Checkpoint, Probe
 
@@ -46,6 +58,7 @@ def occlude(
     region_weights: Sequence[NDArray[np.floating[Any]]],
     *,
     targets: Target = "label",
+    row: str = "auto",
     settings: CaptureSettings | None = None,
 ) -> tuple[Occlusion, ...]:
     """Occlude a region in each probe and return the target logit with and without it.
@@ -62,6 +75,8 @@ def occlude(
     region_weights : sequence of float arrays (n,), one for each probe
         Weights in [0, 1] over its positions, as :func:`audit.regions.region_weights` gives them.
     targets : see :func:`audit.capture.capture`
+    row : str
+        The row at which language models and token classifiers answer.
     settings : CaptureSettings, optional
 
     Returns
@@ -84,20 +99,21 @@ def occlude(
     wanted = targets_by_probe(targets, probes)
     encoded = _encode(checkpoint, probes, settings)
     name, replacement = replacement_token(checkpoint, encoded)
-    intact = _logits(checkpoint, encoded, settings)
+    question = _Question(checkpoint, settings, _read_rows(checkpoint, encoded, row), wanted)
+    scores = question.targets(encoded)
     changed = [occluded(i, w, replacement) for i, w in zip(encoded, region_weights, strict=True)]
-    without = _logits(checkpoint, changed, settings)
-    names = class_names(checkpoint, intact.shape[1])
+    intact, without = question.values(encoded, scores), question.values(changed, scores)
     found = []
-    for item, weights, before, after in zip(encoded, region_weights, intact, without, strict=True):
-        target = class_index(wanted[item.probe.id], names, item.probe)
-        reason = "no target class" if target is None else _empty(item, weights)
+    for item, weights in zip(encoded, region_weights, strict=True):
+        key = item.probe.id
+        score = scores.get(key)
+        reason = "no target class" if score is None else _empty(item, weights)
         found.append(
             Occlusion(
-                item.probe.id,
-                None if target is None else names[target],
-                None if target is None else float(before[target]),
-                None if reason is not None or target is None else float(after[target]),
+                key,
+                None if score is None else score.name,
+                intact.get(key),
+                without.get(key) if reason is None else None,
                 name,
                 reason,
             )
@@ -111,6 +127,10 @@ def _empty(item: Encoded, weights: NDArray[np.floating[Any]]) -> str | None:
 
 
 def _encode(checkpoint: Checkpoint, probes: Sequence[Probe], settings: CaptureSettings) -> list[Encoded]:
+    if settings.stride is not None:
+        raise ProbeError(
+            "occlusion is not defined for windows of one probe; remove [probes] stride to confirm regions"
+        )
     if all(probe.modality == "text" for probe in probes):
         return encode_texts(checkpoint, probes, settings)
     return [encode_image(checkpoint, probe) for probe in probes]
@@ -171,21 +191,82 @@ def first_patch(item: Encoded) -> int:
     return min(first, leading)
 
 
-def _logits(checkpoint: Checkpoint, encoded: Sequence[Encoded], settings: CaptureSettings) -> Tensor:
-    model = checkpoint.model
-    config = core_model(model).config
-    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    single = checkpoint.task == "sequence-classification" and text_config.pad_token_id is None
-    found: dict[int, Tensor] = {}
-    for indices in length_batches(encoded, settings.batch_tokens, max_size=1 if single else None):
-        batch = [encoded[i] for i in indices]
-        with exclusive(model):
-            outputs = run_model(model, stack(batch))
-        if getattr(outputs, "logits", None) is None or outputs.logits.dim() != 2:
-            raise CheckpointError(
-                f"checkpoint {checkpoint.info.ref} gives no class logits, so occlusion has nothing "
-                "to watch; audit a classifier"
-            )
-        check_finite(batch, outputs.logits)
-        found |= dict(zip(indices, outputs.logits.double().cpu(), strict=True))
-    return torch.stack([found[i] for i in range(len(encoded))])
+@dataclass(frozen=True)
+class _Question:
+    """What is asked of the checkpoint: the score of each probe's target, at the row that is read."""
+
+    checkpoint: Checkpoint
+    settings: CaptureSettings
+    row: OutputRow | None
+    wanted: Mapping[str, Any]
+
+    def targets(self, encoded: Sequence[Encoded]) -> dict[str, Score]:
+        """Return the score of each probe that has a target; never one that this checkpoint predicts."""
+        found: dict[str, Score] = {}
+        for batch, outputs, read in self._batches(encoded):
+            if self.row is not None or self.checkpoint.task == ANSWERS:
+                scores = resolve_targets(self.checkpoint, batch, outputs, self.wanted, read)
+                labelled = self.row is not None and self.row.kind == "labelled"
+                asked = {i.probe.id for i in batch if labelled or self.wanted[i.probe.id] is not None}
+                found |= {key: score for key, score in scores.items() if key in asked}
+            else:
+                names = class_names(self.checkpoint, outputs.logits.shape[1])
+                classes = {item.probe.id: self._class(item, names) for item in batch}
+                found |= {key: score for key, score in classes.items() if score is not None}
+        return found
+
+    def _class(self, item: Encoded, names: Sequence[str]) -> Score | None:
+        only = len(names) == 1  # a regression
+        return (
+            Score.single(names[0], 0) if only else class_score(self.wanted[item.probe.id], names, item.probe)
+        )
+
+    def values(self, encoded: Sequence[Encoded], scores: Mapping[str, Score]) -> dict[str, float]:
+        """Return the value of each score."""
+        found: dict[str, float] = {}
+        for batch, outputs, read in self._batches(encoded):
+            logits = class_logits(outputs, read, self.checkpoint.task).double()
+            found |= {
+                item.probe.id: float(scores[item.probe.id].of(logits[i : i + 1])[0])
+                for i, item in enumerate(batch)
+                if item.probe.id in scores
+            }
+        return found
+
+    def _batches(self, encoded: Sequence[Encoded]) -> Iterator[tuple[list[Encoded], Any, Tensor]]:
+        """Yield batches, what the model returns for them, and the rows that are read."""
+        model = self.checkpoint.model
+        config = core_model(model).config
+        text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        single = self.checkpoint.task == "sequence-classification" and text_config.pad_token_id is None
+        every = self.row is not None and self.row.name != "last"
+        for indices in length_batches(encoded, self.settings.batch_tokens, max_size=1 if single else None):
+            batch = [encoded[i] for i in indices]
+            with exclusive(model):
+                outputs = run_model(model, stack(batch), keep_logits=every)
+            logits = first_tensor(outputs)
+            if self.row is None and self.checkpoint.task != ANSWERS and logits.dim() != 2:
+                raise CheckpointError(
+                    f"checkpoint {self.checkpoint.info.ref} gives no class logits, so occlusion has nothing "
+                    "to watch; audit a classifier"
+                )
+            check_finite(batch, logits)
+            yield batch, outputs, self._read(batch).to(logits.device)
+
+    def _read(self, batch: Sequence[Encoded]) -> Tensor:
+        longest = max(map(len, batch))
+        if self.row is None:
+            return torch.zeros(len(batch), longest)
+        mask_id = getattr(text_tokenizer(self.checkpoint), "mask_token_id", None)
+        names = class_names(self.checkpoint, len(core_model(self.checkpoint.model).config.id2label))
+        read = torch.zeros(len(batch), longest)
+        for i, item in enumerate(batch):
+            read[i, : len(item)] = torch.from_numpy(row_weights(self.row, item, mask_id, names=names))
+        return read
+
+
+def _read_rows(checkpoint: Checkpoint, encoded: Sequence[Encoded], row: str) -> OutputRow | None:
+    """Return the row of tasks that have logits at every position; None for the others."""
+    if checkpoint.task not in (*LANGUAGE, TOKENS) or not encoded:
+        return None
+    return decide_row(checkpoint, row, max(encoded, key=len))

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from audit.capture.inputs import Encoded, core_model
+from audit.capture.scores import Difference, Score, is_pair
+from audit.capture.spans import answer_ends, answer_score, answer_text, best_answer, interleaved, span_classes
 from audit.errors import CaptureError, ProbeError
 from audit.records import Checkpoint, Prediction, Probe
 
 Target = str | int | Sequence[str | int | None] | Mapping[str, str | int | None] | None
 LANGUAGE = ("causal-lm", "masked-lm")
+ANSWERS = "question-answering"
 CLASSIFICATION = ("sequence-classification", "image-classification")
 
 
@@ -28,16 +31,22 @@ def targets_by_probe(target: Target, probes: Sequence[Probe]) -> dict[str, Any]:
 
     Parameters
     ----------
-    target : "label", a class name, an index, a list in the order of the probes, a mapping, or None
-        ``label`` takes each probe's own label.
+    target : "label", a class name, an index, two names, a list in the order of the probes, a mapping, or None
+        ``label`` takes each probe's own label; two names mean the difference of their logits.
     """
     if isinstance(target, Mapping):
-        return {probe.id: target.get(probe.id) for probe in probes}
+        return {probe.id: _wanted(target.get(probe.id)) for probe in probes}
+    if is_pair(target):
+        return {probe.id: _wanted(target) for probe in probes}
     if target is not None and not isinstance(target, (str, int)):
         if len(target) != len(probes):
             raise ProbeError(f"{len(target)} targets for {len(probes)} probes; give one for each")
-        return {probe.id: wanted for probe, wanted in zip(probes, target, strict=True)}
+        return {probe.id: _wanted(one) for probe, one in zip(probes, target, strict=True)}
     return {probe.id: probe.label if target == "label" else target for probe in probes}
+
+
+def _wanted(target: Any) -> Any:
+    return Difference(*target) if is_pair(target) else target
 
 
 def check_targets(checkpoint: Checkpoint, wanted: Mapping[str, Any], probes: Sequence[Probe]) -> None:
@@ -45,7 +54,7 @@ def check_targets(checkpoint: Checkpoint, wanted: Mapping[str, Any], probes: Seq
     names = getattr(core_model(checkpoint.model).config, "id2label", None) or {}
     if checkpoint.has_head and checkpoint.task in CLASSIFICATION and len(names) > 1:
         for probe in probes:
-            class_index(wanted[probe.id], class_names(checkpoint, len(names)), probe)
+            class_score(wanted[probe.id], class_names(checkpoint, len(names)), probe)
 
 
 def class_index(wanted: Any, names: Sequence[str], probe: Probe) -> int | None:
@@ -69,12 +78,36 @@ def class_index(wanted: Any, names: Sequence[str], probe: Probe) -> int | None:
     )
 
 
+def class_score(wanted: Any, names: Sequence[str], probe: Probe) -> Score | None:
+    """Return the score of what is wanted: a class, the difference of two, or the mean of several labels.
+
+    Raises
+    ------
+    ProbeError
+        When a class does not exist.
+    """
+    if isinstance(wanted, Score):
+        return wanted
+    if isinstance(wanted, Difference):
+        one, two = (class_index(each, names, probe) for each in wanted)
+        return None if one is None or two is None else Score.difference((names[one], names[two]), (one, two))
+    if isinstance(wanted, (list, tuple)):
+        indices = [
+            index for index in (class_index(each, names, probe) for each in wanted) if index is not None
+        ]
+        return Score.mean(", ".join(names[i] for i in indices), indices) if indices else None
+    index = class_index(wanted, names, probe)
+    return None if index is None else Score.single(names[index], index)
+
+
 def predictions(
     checkpoint: Checkpoint,
     encoded: Sequence[Encoded],
     outputs: Any,
     wanted: Mapping[str, Any],
     row_indices: Tensor,
+    *,
+    labelled: bool = False,
 ) -> list[Prediction]:
     """Read the predictions of one batch.
 
@@ -86,6 +119,8 @@ def predictions(
     wanted : target class of each probe id
     row_indices : int Tensor (batch,)
         Position whose token a language model predicts.
+    labelled : bool
+        Whether labelled spans are read, so that the classes of these are the prediction.
 
     Raises
     ------
@@ -94,16 +129,20 @@ def predictions(
     """
     logits = getattr(outputs, "logits", None)
     check_finite(encoded, logits if logits is not None else first_tensor(outputs))
+    if checkpoint.has_head and checkpoint.task == ANSWERS and hasattr(outputs, "start_logits"):
+        return _answers(encoded, outputs, wanted)
     if not checkpoint.has_head or logits is None:
         return [_plain(item) for item in encoded]
     if checkpoint.task in LANGUAGE:
         return _tokens(checkpoint, encoded, logits, wanted, row_indices)
+    if logits.dim() == 3 and checkpoint.task == "token-classification":
+        return _entities(checkpoint, encoded, logits, wanted, labelled)
     if logits.dim() != 2:
         return [_plain(item) for item in encoded]
     names = class_names(checkpoint, logits.shape[1])
-    values = logits.double().cpu()
+    values, several = logits.double().cpu(), has_several_labels(checkpoint)
     return [
-        _classified(item, row, names, wanted[item.probe.id])
+        _classified(item, row, names, wanted[item.probe.id], several=several)
         for item, row in zip(encoded, values, strict=True)
     ]
 
@@ -133,21 +172,68 @@ def _plain(item: Encoded, **fields: Any) -> Prediction:
     label = fields.pop("label", None)
     if label is None and isinstance(item.probe.label, (str, int)):
         label = str(item.probe.label)
+    elif label is None and isinstance(item.probe.label, (list, tuple)):
+        label = ", ".join(map(str, item.probe.label))
     return Prediction(item.probe.id, label=label, tokens=len(item), truncated=item.truncated, **fields)
 
 
-def _classified(item: Encoded, logits: Tensor, names: Sequence[str], wanted: Any) -> Prediction:
+def _classified(
+    item: Encoded, logits: Tensor, names: Sequence[str], wanted: Any, *, several: bool = False
+) -> Prediction:
     single = len(names) == 1  # a regression has a number, not a class
-    target = (0 if wanted is not None else None) if single else class_index(wanted, names, item.probe)
-    label = None if single else _known_label(item.probe.label, names)
+    only = Score.single(names[0], 0) if wanted is not None else None
+    target = only if single else class_score(wanted, names, item.probe)
+    predicted = None if single else names[int(logits.argmax())]
+    if several:  # every label whose sigmoid is above one half
+        predicted = ", ".join(name for name, logit in zip(names, logits.tolist(), strict=True) if logit > 0)
     return _plain(
         item,
         logits=tuple(logits.tolist()),
-        predicted=None if single else names[int(logits.argmax())],
-        target=None if target is None else names[target],
-        target_logit=None if target is None else float(logits[target]),
-        label=label,
+        predicted=predicted,
+        **_target(target, logits),
+        label=None if single else _known_label(item.probe.label, names),
     )
+
+
+def _target(target: Score | None, logits: Tensor) -> dict[str, Any]:
+    if target is None:
+        return {}
+    return {"target": target.name, "target_logit": float(target.of(logits[None])[0])}
+
+
+def has_several_labels(checkpoint: Checkpoint) -> bool:
+    """Return whether each class is a label of its own, with a sigmoid instead of a softmax."""
+    kind = getattr(core_model(checkpoint.model).config, "problem_type", None)
+    return checkpoint.task in CLASSIFICATION and kind == "multi_label_classification"
+
+
+def _answers(encoded: Sequence[Encoded], outputs: Any, wanted: Mapping[str, Any]) -> list[Prediction]:
+    logits, found = interleaved(outputs).double().cpu(), []
+    for i, item in enumerate(encoded):
+        best = best_answer(item, outputs.start_logits[i], outputs.end_logits[i])
+        target = wanted[item.probe.id]
+        if target is not None and not isinstance(target, Score):
+            target = answer_score(item, answer_ends(item, target, outputs, i))
+        found.append(_plain(item, predicted=answer_text(item, best), **_target(target, logits[i])))
+    return found
+
+
+def _entities(
+    checkpoint: Checkpoint,
+    encoded: Sequence[Encoded],
+    logits: Tensor,
+    wanted: Mapping[str, Any],
+    labelled: bool,
+) -> list[Prediction]:
+    names, values, found = class_names(checkpoint, logits.shape[2]), logits.double().cpu(), []
+    for item, row in zip(encoded, values, strict=True):
+        target = wanted[item.probe.id]
+        fields = _target(target, row.flatten()) if isinstance(target, Score) else {}
+        spans = span_classes(item, row, names) if labelled else []
+        if spans:
+            fields["label"], fields["predicted"] = (", ".join(each) for each in zip(*spans, strict=True))
+        found.append(_plain(item, **fields))
+    return found
 
 
 def _known_label(label: Any, names: Sequence[str]) -> str | None:
@@ -167,15 +253,32 @@ def _tokens(
         logits = logits[torch.arange(len(logits)), rows.to(logits.device)][:, None]
     found = []
     for item, row in zip(encoded, logits[:, 0].double().cpu(), strict=True):
-        target = token_id(tokenizer, wanted[item.probe.id], item.probe)
-        found.append(
-            _plain(
-                item,
-                predicted=tokenizer.decode([int(row.argmax())]),
-                target=None if target is None else tokenizer.decode([target]),
-                target_logit=None if target is None else float(row[target]),
-            )
-        )
+        target = token_score(tokenizer, wanted[item.probe.id], item.probe)
+        found.append(_plain(item, predicted=tokenizer.decode([int(row.argmax())]), **_target(target, row)))
+    return found
+
+
+def token_score(tokenizer: Any, wanted: Any, probe: Probe) -> Score | None:
+    """Return the score of a token, or of the difference of two, such as ``("Yes", "No")``.
+
+    Raises
+    ------
+    ProbeError
+        When one is not a single token.
+    """
+    if wanted is None or isinstance(wanted, Score):
+        return wanted
+    if isinstance(wanted, Difference):
+        one, two = (_single_token(tokenizer, each, probe) for each in wanted)
+        return Score.difference((str(wanted.wanted), str(wanted.other)), (one, two))
+    token = _single_token(tokenizer, wanted, probe)
+    return Score.single(tokenizer.decode([token]), token)
+
+
+def _single_token(tokenizer: Any, wanted: Any, probe: Probe) -> int:
+    found = token_id(tokenizer, wanted, probe)
+    if found is None:
+        raise ProbeError(f"probe {probe.id}: target None is no token; name one")
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,13 +13,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from audit.capture.inputs import Encoded, accepted_arguments, core_model
+from audit.capture.spans import Span, annotated_rows, labelled_spans
 from audit.capture.threads import own_thread
 from audit.errors import CaptureError, ConfigError, ProbeError
-from audit.records import Checkpoint, Probe, Region
-from audit.regions import region_weights
+from audit.records import Checkpoint
 
 Group = tuple[int, int | None]
 """Rows [start, stop) that are read as one average; a negative or None stop counts from the end."""
+
+ENDS = {"start": (1.0, 0.0), "end": (0.0, 1.0), "start+end": (0.5, 0.5)}
+"""Rows of a question's answer: how much its first and its last position count."""
 
 _FIXED: dict[str, tuple[Group, ...]] = {"cls": ((0, 1),), "mean": ((0, None),), "last": ((-1, None),)}
 
@@ -27,7 +31,8 @@ _FIXED: dict[str, tuple[Group, ...]] = {"cls": ((0, 1),), "mean": ((0, None),), 
 class OutputRow:
     """A decided output row: groups of rows, each averaged, then averaged over the groups.
 
-    `kind` is ``groups``, ``mask``, ``span`` or ``region``; `name` is what the user reads.
+    `kind` is ``groups``, ``mask``, ``span``, ``region``, ``ends`` or ``labelled``; `name` is what the user
+    reads.
     """
 
     name: str
@@ -43,7 +48,8 @@ def parse_row(row: str) -> OutputRow | None:
     ----------
     row : str
         ``auto``, ``cls``, ``mean``, ``last``, ``mask``, ``token:<i>``, ``span:<start>-<end>`` in
-        characters of the text, or the name of an annotated region of the probes.
+        characters of the text, ``start``, ``end`` or ``start+end`` of an answer, ``labelled`` (the spans
+        annotated under the name of a class), or the name of an annotated region of the probes.
 
     Raises
     ------
@@ -58,8 +64,10 @@ def parse_row(row: str) -> OutputRow | None:
         return None
     if row in _FIXED:
         return OutputRow(row, groups=_FIXED[row])
-    if row == "mask":
-        return OutputRow(row, kind="mask")
+    if row in ("mask", "labelled"):
+        return OutputRow(row, kind=row)
+    if row in ENDS:
+        return OutputRow(row, kind="ends")
     if match := re.fullmatch(r"token:(-?\d+)", row):
         index = int(match[1])
         return OutputRow(row, groups=((index, index + 1 or None),))
@@ -68,7 +76,7 @@ def parse_row(row: str) -> OutputRow | None:
     if ":" in row or row in ("eot", ""):
         raise ConfigError(
             f"[method] row = {row!r} is unknown; use auto, cls, mean, last, mask, token:<i>, "
-            "span:<start>-<end> "
+            "span:<start>-<end>, start, end, start+end, labelled "
             "or the name of an annotated region"
         )
     return OutputRow(row, kind="region")
@@ -77,7 +85,8 @@ def parse_row(row: str) -> OutputRow | None:
 def decide_row(checkpoint: Checkpoint, row: str, longest: Encoded) -> OutputRow:
     """Decide the output row of a checkpoint: what `row` says, or for ``auto`` what its head reads.
 
-    Causal language models are read at the last position, masked ones at the mask. A backbone is read
+    Causal language models are read at the last position, masked ones at the mask, answers at their start
+    and end. A backbone is read
     as it declares its pooling, else at CLS where it has one, else as the mean. For every other head
     the rows are measured: those last hidden states that have a gradient from the logits.
 
@@ -96,7 +105,10 @@ def decide_row(checkpoint: Checkpoint, row: str, longest: Encoded) -> OutputRow:
     """
     explicit = parse_row(row)
     if explicit is not None:
+        _check_kind(checkpoint, explicit)
         return explicit
+    if checkpoint.task == "question-answering" and checkpoint.has_head:
+        return OutputRow("start+end", kind="ends")
     if checkpoint.task == "masked-lm":
         return OutputRow("mask", kind="mask")
     if checkpoint.task == "causal-lm":
@@ -106,6 +118,16 @@ def decide_row(checkpoint: Checkpoint, row: str, longest: Encoded) -> OutputRow:
     if checkpoint.has_head:
         return _measured_row(checkpoint, longest)
     return _backbone_row(checkpoint, longest)
+
+
+def _check_kind(checkpoint: Checkpoint, row: OutputRow) -> None:
+    """Refuse rows that belong to another task."""
+    task = {"ends": "question-answering", "labelled": "token-classification"}.get(row.kind)
+    if task is not None and (checkpoint.task != task or not checkpoint.has_head):
+        raise ConfigError(
+            f"[method] row = {row.name!r} belongs to {task}, but {checkpoint.info.ref} is a checkpoint for "
+            f"{checkpoint.task if checkpoint.has_head else 'no task'}; use auto"
+        )
 
 
 def _backbone_row(checkpoint: Checkpoint, longest: Encoded) -> OutputRow:
@@ -217,7 +239,14 @@ def _to(tensor: Tensor, model: Any) -> Tensor:
     return tensor.to(model.device, model.dtype) if tensor.is_floating_point() else tensor.to(model.device)
 
 
-def row_weights(row: OutputRow, encoded: Encoded, mask_id: int | None) -> NDArray[np.float32]:
+def row_weights(
+    row: OutputRow,
+    encoded: Encoded,
+    mask_id: int | None,
+    *,
+    ends: Span | None = None,
+    names: Sequence[str] = (),
+) -> NDArray[np.float32]:
     """Return the weights of one probe's rows.
 
     Parameters
@@ -226,6 +255,10 @@ def row_weights(row: OutputRow, encoded: Encoded, mask_id: int | None) -> NDArra
     encoded : Encoded
     mask_id : int or None
         The tokenizer's mask token.
+    ends : (first, last), optional
+        Positions of the probe's answer.
+    names : sequence of str
+        Class names of the checkpoint, for labelled spans.
 
     Returns
     -------
@@ -250,14 +283,20 @@ def row_weights(row: OutputRow, encoded: Encoded, mask_id: int | None) -> NDArra
     elif row.kind == "mask":
         ids = encoded.tensors["input_ids"][0].numpy() if "input_ids" in encoded.tensors else np.zeros(0)
         weights[: len(ids)] = ids == mask_id
+    elif row.kind == "ends" and ends is not None:
+        for place, part in zip(ends, ENDS[row.name], strict=True):
+            weights[place] += part
+    elif row.kind == "labelled":
+        for _, rows, _ in labelled_spans(encoded, names):
+            weights += rows / rows.sum()
     else:
         weights += _region_rows(row, encoded)
     if not weights.sum() > 0:
-        remedy = (
-            "put the mask token into its text or set [method] row"
-            if row.kind == "mask"
-            else "mend [method] row"
-        )
+        remedies = {
+            "mask": "put the mask token into its text or set [method] row",
+            "labelled": "annotate a region under the name of a class, or set [method] row",
+        }
+        remedy = remedies.get(row.kind, "mend [method] row")
         raise ProbeError(f"probe {encoded.probe.id} has no position for the row {row.name!r}; {remedy}")
     share: NDArray[np.float32] = (weights / weights.sum()).astype(np.float32)
     return share
@@ -271,14 +310,4 @@ def _region_rows(row: OutputRow, encoded: Encoded) -> NDArray[np.float64]:
         raise ProbeError(
             f"probe {probe.id} has no annotated region {name!r} to read as its row; mend [method] row"
         )
-    return _annotated(name, encoded, probe)
-
-
-def _annotated(name: str, encoded: Encoded, probe: Probe) -> NDArray[np.float64]:
-    try:
-        return np.asarray(
-            region_weights(Region(name, "annotated", {"annotated": name}), encoded.positions, probe),
-            np.float64,
-        )
-    except ValueError as error:
-        raise ProbeError(f"probe {probe.id}: row {name!r} cannot be placed ({error})") from None
+    return annotated_rows(name, encoded, probe.regions[name])

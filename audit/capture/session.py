@@ -22,9 +22,17 @@ from audit.capture.mixing import check_mixing
 from audit.capture.pair_session import PairSession, capture_pairs, verify_pairs
 from audit.capture.passes import active_plan, exclusive, run_model
 from audit.capture.positions import with_sink_position
-from audit.capture.predictions import Target, check_targets, first_tensor, predictions, targets_by_probe
+from audit.capture.predictions import (
+    Target,
+    check_targets,
+    class_names,
+    first_tensor,
+    predictions,
+    targets_by_probe,
+)
 from audit.capture.rows import OutputRow, decide_row, row_weights
 from audit.capture.settings import FLOW
+from audit.capture.spans import Span, answer_ends
 from audit.capture.targets import require_head
 from audit.capture.windows import probe_windows
 from audit.errors import CaptureError
@@ -60,6 +68,11 @@ class Session:
         text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
         unpadded = self.checkpoint.task == "sequence-classification" and text_config.pad_token_id is None
         return self.plan.alone or unpadded
+
+    @property
+    def class_names(self) -> list[str]:
+        """Return the names of the checkpoint's classes."""
+        return class_names(self.checkpoint, len(core_model(self.checkpoint.model).config.id2label))
 
     @cached_property
     def engine(self) -> Engine:
@@ -104,8 +117,9 @@ def capture(
         ``auto``, ``cls``, ``mean``, ``last``, ``mask``, ``token:<i>``, ``span:<start>-<end>``, or the
         name of an annotated region.
     settings : CaptureSettings
-    target : "label", a class name, an index, a list in the order of the probes, a mapping by id, or None
-        Which class's logit the prediction holds as `target_logit`.
+    target : "label", a class name, an index, two names, a list in the order of the probes, a mapping, or None
+        Which class's logit the prediction holds as `target_logit`; two names mean the difference of their
+        logits. See docs/methods.md.
     progress : callable, optional
         Called with the number of probes done.
 
@@ -298,7 +312,22 @@ def _read_weights(session: Session, batch: Sequence[Encoded]) -> NDArray[np.floa
         "mask_token_id",
         None,
     )
-    return np.stack([row_weights(session.row, item, mask_id) for item in batch])
+    ends: list[Span | None] = list(_answer_ends(session, batch)) if session.row.kind == "ends" else []
+    names = session.class_names if session.row.kind == "labelled" else ()
+    return np.stack(
+        [
+            row_weights(session.row, item, mask_id, ends=end, names=names)
+            for item, end in zip(batch, ends or [None] * len(batch), strict=True)
+        ]
+    )
+
+
+def _answer_ends(session: Session, batch: Sequence[Encoded]) -> list[Span]:
+    """Return where the answer of each probe starts and ends; see :func:`audit.capture.spans.answer_ends`."""
+    model, configs = session.checkpoint.model, session.plan.configs
+    with exclusive(model, configs):
+        outputs = run_model(model, stack(batch))
+    return [answer_ends(item, session.wanted.get(item.probe.id), outputs, i) for i, item in enumerate(batch)]
 
 
 def _fold(session: Session, batch: Sequence[Encoded], *, check: bool = False) -> tuple[Fold, Any]:
@@ -345,7 +374,8 @@ def _agree(first: tuple[Fold, Any], second: tuple[Fold, Any], message: str) -> N
 
 def _captured(session: Session, batch: Sequence[Encoded], fold: Fold, outputs: Any) -> list[Captured]:
     wanted = {**session.wanted, **fold.targets}
-    answers = predictions(session.checkpoint, batch, outputs, wanted, fold.read.argmax(dim=1))
+    at, labelled = fold.read.argmax(dim=1), session.row.kind == "labelled"
+    answers = predictions(session.checkpoint, batch, outputs, wanted, at, labelled=labelled)
     final, layers = fold.final_row().double().cpu().numpy(), None
     if session.settings.layer_maps and fold.rows:
         layers = torch.stack(fold.rows, dim=1).double().cpu().numpy()

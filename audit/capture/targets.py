@@ -1,17 +1,22 @@
-"""The logit that a method explains: one class per probe, and its score."""
+"""The score that a method explains: which logits of which rows, for each probe."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from audit.capture.inputs import Encoded
-from audit.capture.predictions import LANGUAGE, class_index, class_names, token_id
+from audit.capture.predictions import ANSWERS, LANGUAGE, class_names, class_score, token_score
+from audit.capture.scores import Score
+from audit.capture.spans import answer_ends, answer_score, interleaved, labelled_spans
 from audit.errors import CaptureError, CheckpointError
 from audit.records import Checkpoint
+
+TOKENS = "token-classification"
 
 
 def require_head(checkpoint: Checkpoint, method: str) -> None:
@@ -23,16 +28,19 @@ def require_head(checkpoint: Checkpoint, method: str) -> None:
         )
 
 
-def class_logits(outputs: Any, read: Tensor) -> Tensor:
-    """Return the logits that belong to the output row: (batch, class).
+def class_logits(outputs: Any, read: Tensor, task: str = "") -> Tensor:
+    """Return the logits that a score is a sum of: (batch, logit).
 
-    Logits of every position are averaged over the rows that `read` weighs.
+    Those of the classes; of the tokens at the output row for language models, averaged over the rows that
+    `read` weighs; of position × class for token classification; of position × (start, end) for answers.
 
     Raises
     ------
     CaptureError
         When the model gives no logits of one kind.
     """
+    if task == ANSWERS and hasattr(outputs, "start_logits"):
+        return interleaved(outputs)
     logits = getattr(outputs, "logits", None)
     if not isinstance(logits, Tensor) or logits.dim() not in (2, 3):
         raise CaptureError(
@@ -40,6 +48,8 @@ def class_logits(outputs: Any, read: Tensor) -> Tensor:
         )
     if logits.dim() == 2:
         return logits
+    if task == TOKENS:
+        return logits.flatten(1)
     if logits.shape[1] == 1:
         return logits[:, 0]
     return torch.einsum("bq,bqc->bc", read.to(logits.dtype), logits)
@@ -47,41 +57,77 @@ def class_logits(outputs: Any, read: Tensor) -> Tensor:
 
 def resolve_targets(
     checkpoint: Checkpoint, batch: Sequence[Encoded], outputs: Any, wanted: Mapping[str, Any], read: Tensor
-) -> dict[str, int]:
-    """Return the class (or token) index that is explained for each probe id of a batch.
+) -> dict[str, Score]:
+    """Return the score that is explained for each probe id of a batch.
 
     The wanted class; where none is wanted, the probe's own label if the checkpoint knows it, else the
-    class that this checkpoint predicts. A regression has its single output.
+    class that this checkpoint predicts. A regression has its single output. An answer has the sum of its
+    start and its end logit; a span of tokens the mean of its class's logits over the rows that are read,
+    labelled spans each the logits of their own class.
 
     Raises
     ------
     ProbeError
         When a wanted class does not exist.
     """
+    if checkpoint.task == ANSWERS and hasattr(outputs, "start_logits"):
+        return {
+            item.probe.id: answer_score(item, answer_ends(item, wanted.get(item.probe.id), outputs, i))
+            for i, item in enumerate(batch)
+        }
     logits = class_logits(outputs, read).detach()
-    best = logits.argmax(dim=1).tolist()
-    return {
-        item.probe.id: _index(checkpoint, item, wanted.get(item.probe.id), predicted, logits.shape[1])
-        for item, predicted in zip(batch, best, strict=True)
-    }
+    token_wise = checkpoint.task == TOKENS and outputs.logits.dim() == 3
+    found = {}
+    for item, row, rows in zip(batch, logits, read, strict=True):
+        make = _entity_score if token_wise else _score
+        found[item.probe.id] = make(checkpoint, item, wanted.get(item.probe.id), row, rows)
+    return found
 
 
-def _index(checkpoint: Checkpoint, item: Encoded, wanted: Any, predicted: int, size: int) -> int:
+def _score(checkpoint: Checkpoint, item: Encoded, wanted: Any, logits: Tensor, _read: Tensor) -> Score:
+    best, size = int(logits.argmax()), len(logits)
     if checkpoint.task in LANGUAGE:
         tokenizer = getattr(checkpoint.processor, "tokenizer", checkpoint.processor)
-        token = token_id(tokenizer, wanted, item.probe)
-        return predicted if token is None else token
-    if size == 1:
-        return 0
+        return token_score(tokenizer, wanted, item.probe) or Score.single(tokenizer.decode([best]), best)
     names = class_names(checkpoint, size)
-    found = class_index(wanted, names, item.probe)
-    if found is None and item.probe.label in names:
-        found = names.index(item.probe.label)
-    return predicted if found is None else found
+    if size == 1:
+        return Score.single(names[0], 0)
+    return class_score(_own(wanted, item.probe.label, names), names, item.probe) or Score.single(
+        names[best], best
+    )
 
 
-def target_scores(batch: Sequence[Encoded], outputs: Any, targets: Mapping[str, int], read: Tensor) -> Tensor:
-    """Return the logit of each probe's target: (batch,)."""
-    logits = class_logits(outputs, read)
-    index = torch.tensor([targets[item.probe.id] for item in batch], device=logits.device)
-    return logits.gather(1, index[:, None])[:, 0]
+def _own(wanted: Any, label: Any, names: Sequence[str]) -> Any:
+    """Return what is wanted, else the probe's label where the checkpoint knows it."""
+    if wanted is not None:
+        return wanted
+    labels = label if isinstance(label, (list, tuple)) else [label]
+    return label if all(isinstance(one, str) and one in names for one in labels) else None
+
+
+def _entity_score(checkpoint: Checkpoint, item: Encoded, wanted: Any, logits: Tensor, read: Tensor) -> Score:
+    size = len(logits)
+    names, weights = class_names(checkpoint, size), read[: len(item)].double().cpu().numpy()
+    rows = np.flatnonzero(weights)
+    spans = labelled_spans(item, names) if wanted is None else []
+    own = {
+        int(place): c
+        for _, span, classes in spans
+        for place, c in zip(np.flatnonzero(span), classes, strict=True)
+    }
+    if own and set(rows.tolist()) <= set(own):
+        entries = tuple((int(p) * size + own[int(p)], float(weights[p])) for p in rows)
+        return Score(", ".join(name for name, _, _ in spans), entries)
+    score = class_score(wanted, names, item.probe) or Score.single(
+        names[int(logits.argmax())], int(logits.argmax())
+    )
+    spread = tuple((int(p) * size + c, float(weights[p]) * w) for c, w in score.entries for p in rows)
+    return Score(score.name, spread)
+
+
+def target_scores(
+    batch: Sequence[Encoded], outputs: Any, targets: Mapping[str, Score], read: Tensor, task: str = ""
+) -> Tensor:
+    """Return the score of each probe's target: (batch,)."""
+    logits = class_logits(outputs, read, task)
+    return torch.cat([targets[item.probe.id].of(logits[i : i + 1]) for i, item in enumerate(batch)])
