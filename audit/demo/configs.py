@@ -26,6 +26,7 @@ region = {region}
 kind = "limit"
 measure = "shift"
 effect = "data"
+name = "new data"
 direction = "both"
 fail = {fail}
 warn = {warn}
@@ -35,6 +36,7 @@ region = {region}
 kind = "excess"
 measure = "shift"
 effect = "interaction"
+name = "new model on new data"
 within = {within}
 """
 _TEMPLATE = """\

@@ -117,7 +117,7 @@ def _histories(store: Store, comparison_id: str | None) -> Iterator[list[str]]:
     """Yield the comparisons of each history, oldest first, one for each run that was looked at."""
     specs = {manifest["run_id"]: manifest["spec"] for manifest in store.runs()}
     grouped: dict[str, list[_History]] = {}
-    for manifest in store.comparisons():
+    for manifest in _as_logged(store):
         if manifest["before"] is None or manifest["after"] is None or manifest["outcome"] is None:
             continue
         lines = grouped.setdefault(_setting_of(manifest, specs), [])
@@ -134,6 +134,13 @@ def _histories(store: Store, comparison_id: str | None) -> Iterator[list[str]]:
         for one in line.members[:last]:
             looks.setdefault(one["after"]["run_id"], str(one["comparison_id"]))
         yield list(looks.values())
+
+
+def _as_logged(store: Store) -> list[dict[str, Any]]:
+    """Return the manifests of comparisons in the order of their verdicts; their times tell only seconds."""
+    logged = [str(entry["payload"]["comparison_id"]) for entry in store.log() if entry["kind"] == "verdict"]
+    order = {name: i for i, name in enumerate(logged)}
+    return sorted(store.comparisons(), key=lambda one: order.get(str(one["comparison_id"]), -1))
 
 
 def _setting_of(manifest: dict[str, Any], specs: dict[str, dict[str, Any]]) -> str:
