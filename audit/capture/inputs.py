@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import BatchEncoding
 
 from audit.capture.positions import (
     Span,
@@ -22,6 +23,7 @@ from audit.capture.positions import (
     spans_by_decoding,
     token_positions,
 )
+from audit.capture.strides import check_stride
 from audit.errors import CaptureError, CheckpointError, ConfigError, ProbeError
 from audit.media import load_image
 from audit.records import CaptureSettings, Checkpoint, Positions, Probe
@@ -109,14 +111,16 @@ def _table_offset(module: nn.Embedding) -> int:
 def encode_texts(checkpoint: Checkpoint, probes: Sequence[Probe], settings: CaptureSettings) -> list[Encoded]:
     """Tokenise text probes, cutting over-long ones only where the settings allow it.
 
+    With a ``stride`` a long probe gives several encodings, its overlapping windows, one after the other.
+
     Raises
     ------
     ProbeError
         Naming every probe that is too long, or a probe without text.
     """
-    if settings.stride is not None:
-        raise ConfigError("[probes] stride is not supported yet; remove it, or use truncate = true")
     tokenizer, limit = text_tokenizer(checkpoint), position_limit(checkpoint, settings)
+    if settings.stride is not None:
+        return _encode_windows(checkpoint, probes, settings.stride, limit)
     encodings = [_tokenise(tokenizer, probe) for probe in probes]
     long = [
         f"{p.id} ({len(e['input_ids'])})"
@@ -133,6 +137,29 @@ def encode_texts(checkpoint: Checkpoint, probes: Sequence[Probe], settings: Capt
         cut = limit is not None and len(encoding["input_ids"]) > limit
         final = _tokenise(tokenizer, probe, limit, settings.truncation_side) if cut else encoding
         encoded.append(_encoded_text(checkpoint, tokenizer, probe, final, cut))
+    return encoded
+
+
+def _encode_windows(
+    checkpoint: Checkpoint, probes: Sequence[Probe], stride: int, limit: int | None
+) -> list[Encoded]:
+    check_stride(stride, limit)
+    tokenizer = text_tokenizer(checkpoint)
+    if not tokenizer.is_fast or any(probe.messages is not None for probe in probes):
+        raise ConfigError("[probes] stride needs plain text and a fast tokenizer; remove stride")
+    options = {"truncation": "longest_first", "max_length": limit, "stride": stride}
+    encoded = []
+    for probe in probes:
+        first, second = _texts(tokenizer, probe)
+        if second is not None:
+            options["truncation"] = "only_second"
+        with _tokenizer_lock:
+            found = tokenizer(
+                first, second, return_overflowing_tokens=True, return_offsets_mapping=True, **options
+            )
+        for i, window in enumerate(found.encodings):
+            one = BatchEncoding({name: values[i] for name, values in found.items()}, encoding=window)
+            encoded.append(_encoded_text(checkpoint, tokenizer, probe, one, False))
     return encoded
 
 

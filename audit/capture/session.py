@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from audit.capture.batches import length_batches, stack, valid_positions
 from audit.capture.check import check_alone, same_tensors
 from audit.capture.engine import FoldSettings
-from audit.capture.inputs import Encoded, core_model, encode_texts
+from audit.capture.inputs import Encoded, core_model, encode_texts, position_limit
 from audit.capture.layers import CapturePlan, plan_capture
 from audit.capture.maps import stream_map, undefined_map
 from audit.capture.method_pass import Engine, Fold
@@ -33,6 +33,7 @@ from audit.capture.predictions import (
 from audit.capture.rows import OutputRow, decide_row, row_weights
 from audit.capture.settings import FLOW
 from audit.capture.spans import Span, answer_ends
+from audit.capture.strides import check_stride, merge_windows
 from audit.capture.targets import require_head
 from audit.capture.windows import probe_windows
 from audit.errors import CaptureError
@@ -144,7 +145,16 @@ def capture(
     check_targets(checkpoint, wanted, probes)
     plan_capture(core_model(checkpoint.model))  # refuses before anything is encoded
     windows = probe_windows(checkpoint, probes, settings, method.row)
-    yield from _capture_windows(checkpoint, windows, method, settings, wanted, progress=progress)
+    if settings.stride is None:
+        yield from _capture_windows(checkpoint, windows, method, settings, wanted, progress=progress)
+        return
+    check_stride(settings.stride, position_limit(checkpoint, settings), method.row)
+    cut = _capture_windows(checkpoint, windows, method, settings, wanted)
+    labels = len(getattr(core_model(checkpoint.model).config, "id2label", None) or {})
+    for done, whole in enumerate(merge_windows(cut, class_names(checkpoint, labels)), start=1):
+        if progress is not None:
+            progress(done)
+        yield whole
 
 
 def capture_prepared(
