@@ -92,6 +92,15 @@ class ProbesSection(_Section):
     stride: Annotated[int, Field(gt=0)] | None = None
     target: str | int | list[str] | None = None
 
+    @field_validator("target")
+    @classmethod
+    def _pair(cls, value: str | int | list[str] | None) -> str | int | list[str] | None:
+        if isinstance(value, list) and (len(value) != 2 or value[0] == value[1]):
+            raise ValueError(
+                f"target is {value}; give one class, or two different ones whose logits are subtracted"
+            )
+        return value
+
 
 class DomainSection(_Section):
     """The second probe set of a domain audit."""

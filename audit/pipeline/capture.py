@@ -10,7 +10,7 @@ from typing import Any
 from audit.errors import ProbeError
 from audit.pipeline.cost import cost_note
 from audit.pipeline.loader import LOADER
-from audit.pipeline.plan import Progress, RunPlan, load_probes
+from audit.pipeline.plan import Progress, RunPlan, load_probes, target_of
 from audit.probes import load_annotations
 from audit.records import Map, Prediction, Probe, ProbeSet, Region, Reliance
 from audit.regions import check_regions_match, count_matches, reliance
@@ -160,7 +160,7 @@ def capture_shard(plan: RunPlan, index: int, *, progress: Progress | None = None
                 probes,
                 method=plan.spec.method,
                 settings=plan.spec.settings,
-                target=_target(plan.spec.target),
+                target=target_of(plan.spec.target),
                 progress=_shard_progress(progress, plan.role, len(probes)),
             )
         )
@@ -204,9 +204,10 @@ def annotate(prediction: Prediction, probe: Probe, labels: Sequence[str]) -> Pre
     labels : sequence of str
         Class names of the checkpoint in the order of its logits; they name a label that is an index.
     """
+    label = _label(probe.label, labels if len(labels) == len(prediction.logits or ()) > 1 else ())
     return replace(
         prediction,
-        label=_label(probe.label, labels if len(labels) == len(prediction.logits or ()) > 1 else ()),
+        label=prediction.label if label is None else label,  # labelled spans are labels too
         group=probe.group,
         segments=dict(probe.segments),
     )
@@ -215,6 +216,9 @@ def annotate(prediction: Prediction, probe: Probe, labels: Sequence[str]) -> Pre
 def _label(label: Any, names: Sequence[str]) -> str | None:
     if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(names):
         return names[label]
+    if isinstance(label, (list, tuple)):  # several labels, in the order of the classes
+        order = {name: i for i, name in enumerate(names)}
+        return ", ".join(sorted(map(str, label), key=lambda one: order.get(one, len(order))))
     return None if label is None else str(label)
 
 
@@ -237,10 +241,6 @@ def _counts(plan: RunPlan) -> Mapping[str, Any]:
     """Return the number of probes, and in how many of them each named region has something to lie on."""
     probes = load_probes(plan.probes).probes
     return {"probes": len(probes), "matches": count_matches(plan.spec.regions, probes)}
-
-
-def _target(name: str) -> str | None:
-    return None if name == "auto" else name
 
 
 def _offset(progress: Progress | None, plan: RunPlan, start: int) -> Progress | None:

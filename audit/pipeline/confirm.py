@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +12,7 @@ from audit.compare import compare_tables
 from audit.config import AuditConfig
 from audit.errors import ProbeError
 from audit.pipeline.loader import LOADER
-from audit.pipeline.plan import Progress, RunPlan, frozen_elsewhere, load_probes, plan_run
+from audit.pipeline.plan import Progress, RunPlan, frozen_elsewhere, load_probes, plan_run, target_of
 from audit.pipeline.runs import read_run
 from audit.probes import load_annotations
 from audit.records import (
@@ -101,12 +102,21 @@ def _effects(plan: RunPlan, region: Region) -> _Effect | None:
             return None
         weights = [_weights(region, one, probe) for one, probe in _positions(plan, probes)]
         try:
-            occlusions = occlude(checkpoint, probes, weights, targets="label", settings=plan.spec.settings)
+            occlusions = occlude(checkpoint, probes, weights, **_question(plan))
         except ProbeError:
             return None  # the labels are no classes of this checkpoint: no target logit to watch
     changes = [occlusion.change for occlusion in occlusions]
     values = np.array([np.nan if change is None else abs(change) for change in changes])
     return None if np.isnan(values).all() else _Effect(values, occlusions[0].occlusion)
+
+
+def _question(plan: RunPlan) -> dict[str, Any]:
+    """Return which logit is watched: the audit's target, else each probe's label."""
+    return {
+        "targets": target_of(plan.spec.target) or "label",
+        "row": plan.spec.method.row,
+        "settings": plan.spec.settings,
+    }
 
 
 def _positions(plan: RunPlan, probes: Sequence[Probe]) -> list[tuple[Positions, Probe]]:

@@ -5,6 +5,7 @@ Planning hashes files and reads probes; it loads no model, so that it also runs 
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from audit.config import AuditConfig, CheckpointSection, ReplicateSection
 from audit.errors import CheckpointError, ConfigError, ProbeError
 from audit.models import checkpoint_info, compatible_targets
 from audit.probes import read_probes
-from audit.records import CaptureSettings, CheckpointInfo, ProbeSet, Region, RunSpec, digest
+from audit.records import CaptureSettings, CheckpointInfo, ProbeSet, Region, RunSpec, canonical_json, digest
 from audit.regions import expand_regions
 
 LOG = logging.getLogger("audit")
@@ -193,7 +194,7 @@ def plan_spec(config: AuditConfig, role: str, *, domain: bool = False, device: s
     source = checkpoint_source(config, role)
     info = checkpoint_info(source.ref, revision=source.revision, adapter=source.adapter)
     probes = load_probes(probe_source(config, domain=domain))
-    check_fixed_target(config, probes)
+    check_fixed_target(config, probes, info)
     return RunSpec(
         checkpoint=info,
         inputs_digest=probes.inputs_digest,
@@ -207,14 +208,16 @@ def plan_spec(config: AuditConfig, role: str, *, domain: bool = False, device: s
     )
 
 
-def check_fixed_target(config: AuditConfig, probes: ProbeSet) -> None:
+def check_fixed_target(config: AuditConfig, probes: ProbeSet, info: CheckpointInfo) -> None:
     """Refuse a method that explains one class where the class could differ between checkpoints.
 
     Raises
     ------
     ConfigError
-        When neither a target nor labels say which class it is.
+        When neither a target nor labels nor labelled spans say which class it is.
     """
+    if len(info.labels) == 1 or config.method.row == "labelled":
+        return  # a regression has one output, and each labelled span its own class
     unlabelled = sum(probe.label is None for probe in probes)
     if config.method.record().name in TARGETED and config.probes.target is None and unlabelled:
         raise ConfigError(
@@ -271,7 +274,23 @@ def target_name(config: AuditConfig) -> str:
     target = config.probes.target
     if target is None and config.method.record().name in TARGETED:
         return "label"  # a checkpoint's own prediction would explain another class on each
-    return "auto" if target is None else str(target)
+    if target is None:
+        return "auto"
+    return canonical_json(target) if isinstance(target, list) else str(target)
+
+
+def target_of(name: str) -> str | list[str] | None:
+    """Return what :func:`target_name` put into a run's record, as a capture takes it.
+
+    >>> target_of('["Yes","No"]'), target_of("auto"), target_of("positive")
+    (['Yes', 'No'], None, 'positive')
+    """
+    if name.startswith('["'):
+        try:
+            return [str(one) for one in json.loads(name)]
+        except json.JSONDecodeError:
+            return name
+    return None if name == "auto" else name
 
 
 def targets_digest(config: AuditConfig, probes: ProbeSet) -> str:

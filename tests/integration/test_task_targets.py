@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,12 @@ import torch
 
 from audit.capture import capture, occlude
 from audit.capture.inputs import encode_texts
+from audit.config import load_config
 from audit.errors import ConfigError, ProbeError
+from audit.pipeline import run_audit
 from audit.records import Captured, CaptureSettings, Checkpoint, Method, Probe
+from audit.store import Store
+from tests import tiny_audits
 from tests.integration.tiny_models import build, byte_tokenizer, checkpoint, text_checkpoint, word_tokenizer
 
 TARGETED = ("gradient_rollout", "input_x_gradient", "integrated_gradients", "occlusion")
@@ -286,3 +291,53 @@ def test_every_targeted_method_explains_answers_and_spans(
     one = run(subject, probe, name=name, row=row).maps[0]
     assert one.weights.sum() == pytest.approx(1)
     assert one.weights[~one.positions.special].max() > 0
+
+
+# --- whole audits -----------------------------------------------------------------------------
+
+
+def audited(folder: Path, subject: Checkpoint, rows: list[dict[str, Any]], **sections: str) -> Store:
+    """Audit a checkpoint against itself with noise; the rule fails, so that occlusion confirms or not."""
+    tiny_audits.write_rows(folder / "probes.jsonl", rows)
+    tiny_audits.save(subject, folder / "base")
+    tiny_audits.save(subject, folder / "shifted", seed=13, noise=0.3)
+    path = tiny_audits.write_config(
+        folder, models=folder, rules=tiny_audits.LIMIT.format(fail=1e-5), **sections
+    )
+    config = load_config(path)
+    run_audit(config)
+    return Store(config.store.url)
+
+
+def test_a_decoder_is_audited_by_a_logit_difference_and_confirmed_by_it(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["Yes", "No"])
+    model = build("GPT2LMHeadModel", vocab_size=len(tokenizer), max_position_embeddings=128)
+    rows = [{k: row[k] for k in ("id", "text")} for row in tiny_audits.text_rows()]
+    probes = 'path = "probes.jsonl"\ntarget = ["Yes", "No"]'
+    store = audited(
+        tmp_path, checkpoint(model, tokenizer), rows, probes=probes, more='[method]\nname = "occlusion"'
+    )
+    comparison = store.comparison(store.comparison_ids()[0])
+    assert comparison.confirmations
+    run_id = comparison.before.run_id
+    assert store.spec(run_id).target == '["Yes","No"]'
+    assert set(store.predictions(run_id)["target"]) == {"Yes − No"}
+
+
+def test_labelled_spans_are_audited_without_labels(tmp_path: Path, tagging: Checkpoint) -> None:
+    rows = [
+        {"id": row["id"], "text": row["text"], "regions": {"FILM": [[0, row["text"].index(" ")]]}}
+        for row in tiny_audits.text_rows()
+    ]
+    store = audited(tmp_path, tagging, rows, more='[method]\nname = "gradient_rollout"\nrow = "labelled"')
+    table = store.predictions(store.comparison(store.comparison_ids()[0]).before.run_id)
+    assert set(table["label"]) == {"FILM"}
+    assert set(table["predicted"]) <= {"FILM", "PERSON", "O"}
+
+
+@pytest.mark.parametrize("target", ['["Yes"]', '["Yes", "Yes"]', '["Yes", "No", "Maybe"]'])
+def test_a_target_that_is_no_pair_of_two_is_refused(tmp_path: Path, target: str) -> None:
+    path = tiny_audits.write_config(tmp_path, probes=f'path = "probes.jsonl"\ntarget = {target}')
+    with pytest.raises(ConfigError, match=r"probes\.target: target is .*two different ones"):
+        load_config(path)
