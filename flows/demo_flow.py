@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -127,6 +130,8 @@ def run_demo(root: Path, *, progress: Progress | None = None) -> DemoSummary:
     DemoSummary
     """
     started = time.monotonic()
+    store = Store(root.resolve() / "store")
+    known = set(store.run_ids())
     token = PROGRESS.set(progress)
     try:
         with quiet_console(), prefect_api(), _one_thread():
@@ -135,7 +140,7 @@ def run_demo(root: Path, *, progress: Progress | None = None) -> DemoSummary:
         PROGRESS.reset(token)
     rows = tuple(_row(root, name, identifier) for name, identifier in comparisons.items())
     seconds = time.monotonic() - started
-    lines = (*story, *_next_steps(root, seconds))
+    lines = (*story, _runs_line(known, set(store.run_ids())), *_next_steps(root, seconds))
     return DemoSummary(rows=rows, lines=lines, seconds=seconds, store=str(root / "store"))
 
 
@@ -147,12 +152,30 @@ def _row(root: Path, name: str, identifier: str) -> dict[str, Any]:
     return {"name": name, "verdict": verdict, "comparison": comparison, "report": str(path)}
 
 
+def _runs_line(before: set[str], after: set[str]) -> str:
+    new = len(after - before)
+    return (
+        f"audits: captured {new} runs, reused {len(before)}"
+        if new
+        else f"audits: reused all {len(after)} runs"
+    )
+
+
+def command() -> str:
+    """Return how the command is called from here: by its name where the shell finds it, else by its path."""
+    beside = Path(sys.executable).with_name("audit")
+    if shutil.which("audit") or not beside.exists():
+        return "audit"
+    return os.path.relpath(beside) if beside.is_relative_to(Path.cwd()) else str(beside)
+
+
 def _next_steps(root: Path, seconds: float) -> tuple[str, ...]:
+    audit = command()
     return (
         "",
         f"Reports:    {root}/demo/reports/*.html",
-        f"By hand:    audit run {root}/demo/vision.toml",
-        f"Dashboard:  audit dashboard --store {root}/store --config {root}/demo/vision.toml "
+        f"By hand:    {audit} run {root}/demo/vision.toml",
+        f"Dashboard:  {audit} dashboard --store {root}/store --config {root}/demo/vision.toml "
         f"--config {root}/demo/text.toml",
         f"Took {seconds:.0f} s.",
     )
