@@ -85,8 +85,8 @@ def units(comparison: Comparison | None, verdict: Verdict | None) -> str:
     """Return how to read the numbers of the tables."""
     power = (verdict.policy if verdict is not None else Policy(())).power
     return (
-        "Shares and shifts are fractions of the content mass (.05 is 5%), those of 'special' and 'first' of the "
-        f"whole mass; {level(comparison, verdict)} intervals in brackets. Noise floor: mean ± SD of the "
+        "Shares and shifts are fractions of the content mass (.05 is 5%), those of 'special' and 'first' of "
+        f"the whole mass; {level(comparison, verdict)} intervals in brackets. Noise floor: mean ± SD of the "
         f"replicates. Detectable: smallest shift that the replicates can reveal at {100 * power:.3g}% power."
     )
 

@@ -12,8 +12,8 @@ VERDICTS = (
     ("PASS", "Every rule's interval lies inside what is allowed."),
     (
         "FAIL",
-        "At least one rule's interval lies outside: the map moved by more than the policy allows or "
-        "re-training explains.",
+        "At least one rule failed: the interval lies outside the limit, or the map moved by more than "
+        "harmless re-training does and by at least the effect floor.",
     ),
     (
         "INCONCLUSIVE",
