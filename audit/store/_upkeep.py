@@ -94,6 +94,7 @@ def _referenced(root: Path, keep: set[str]) -> set[str]:
             manifest = read_json(path / MANIFEST)
             runs = [manifest["before"], manifest["after"], *manifest["replicates"]]
             needed |= {run["run_id"] for run in runs if run}
+            needed |= set(manifest["settings"].get("domain", ()))  # the same checkpoints on other probes
     for path in sorted((root / "approvals").glob("*.json")):
         needed |= {str(value) for value in read_json(path).values() if str(value).startswith("run-")}
     for path in _directories(root / "runs"):

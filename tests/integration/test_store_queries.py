@@ -13,7 +13,7 @@ import polars as pl
 import pytest
 
 from audit.errors import StoreError
-from audit.records import Method, Prediction, Region
+from audit.records import Method, Prediction, Region, RunRef
 from audit.schema import TABLES, arrow_schema
 from audit.store import Store
 from tests.store_records import (
@@ -210,6 +210,21 @@ def test_gc_removes_old_unfinished_and_unreferenced_runs_with_tombstones(tmp_pat
     assert store.verify_log() == []
     assert store.verify(child.id) == []
     assert store.gc(keep=[kept.id], unreferenced_after=None, unfinished_after=timedelta(0)) != []
+
+
+def test_gc_keeps_the_replicates_and_second_probe_set_of_a_comparison(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    specs = [make_spec(weights) for weights in "abc"]
+    one_set = [write_run(store, spec) for spec in specs]
+    other_set = [write_run(store, replace(spec, inputs_digest="8" * 64)) for spec in specs]
+    loose = write_run(store, make_spec("d"))
+    kept = RunRef(one_set[2], "models/seed-1", "c" * 64, "c" * 64, "seed")
+    comparison = make_comparison(one_set[0], one_set[1], replicates=(kept,))
+    settings = {**comparison.settings, "domain": other_set}
+    store.write_comparison(replace(comparison, settings=settings), None, probe_columns())
+    for path in (tmp_path / "runs").iterdir():
+        age(path, 100)
+    assert [found["id"] for found in store.gc()] == [loose]
 
 
 def test_listing_five_thousand_runs_reads_only_their_manifests(tmp_path: Path) -> None:
