@@ -282,8 +282,9 @@ def _paired_cells(
     if any(one.store is None for one in (before, after)):
         return cells, _same_shares(before.shares, after.shares)
     distances = map_distances(before, after)
-    null = [map_distances(before, one) for one in repeats if one.store is not None]
-    null = null if len(null) == len(repeats) else []
+    if any(one.store is None for one in repeats):  # a floor holds no maps, so distances have no null
+        repeats = ()
+    null = [map_distances(before, one) for one in repeats]
     options = _options(before, repeats, statistics)
     for (measure, column), values in distances.items():
         others = [one[measure, column] for one in null]

@@ -117,6 +117,24 @@ def test_a_machine_without_the_baseline_captures_the_candidate_alone(machine, mo
     assert "capture before" not in done.err
 
 
+@pytest.mark.parametrize(("checkpoint", "code"), [("shifted", ExitCode.FAIL), ("benign", ExitCode.PASS)])
+def test_a_runner_with_a_floor_and_an_empty_store_runs_and_the_next_job_gates(
+    machine, models, audit, checkpoint, code
+):
+    shutil.rmtree(machine / "store")
+    tiny.write_rows(machine / "probes.jsonl", tiny.text_rows())
+    write_config(machine, models=models, after=f'path = "{models}/{checkpoint}"', rules=EXCESS, more=FLOOR)
+    done = audit("run", machine / "audit.toml", "--json")
+    assert done.code == code, done.err
+    comparison = done.json["comparison"]
+    counts = {cell["measure"]: len(cell["replicates"]) for cell in comparison["cells"]}
+    assert (counts["shift"], counts["js_distance"]) == (5, 0)
+    assert bool(comparison["confirmations"]) is (checkpoint == "shifted")
+    next_job = gate_there(machine, done.json["verdict"]["comparison_id"], "--store", "store", "--json")
+    assert next_job.code == code, next_job.err
+    assert next_job.json["rules"] == done.json["rules"]
+
+
 def test_the_same_maps_from_other_weights_never_pass_against_a_floor(machine, models, audit, tmp_path):
     import transformers
 
