@@ -1,0 +1,134 @@
+"""The engines that bench_engines.py measures: each a function that runs one batch of a random model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from audit.capture.engine import BatchFold
+from audit.capture.interface import KernelCall, Replacing, interface_capture
+from audit.capture.layers import CapturePlan, plan_capture
+from audit.capture.passes import exclusive, fold_batch, run_model
+from audit.capture.region_forward import RegionFold, region_batch
+from audit.capture.row_backward import row_batch
+from audit.capture.settings import FoldSettings
+
+REGIONS = 8
+
+
+@dataclass
+class Subject:
+    """A random model of a known shape and one batch for it; the CLS row is read."""
+
+    model: Any
+    tensors: dict[str, Tensor]
+    read: Tensor
+    valid: Tensor
+    plan: CapturePlan = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.plan = plan_capture(self.model)
+
+
+def bert(n: int, batch: int, *, layers: int = 12) -> Subject:
+    config = transformers.BertConfig(
+        max_position_embeddings=max(n, 512), num_hidden_layers=layers, attn_implementation="sdpa"
+    )
+    torch.manual_seed(0)
+    model = transformers.BertModel(config, add_pooling_layer=False).eval()
+    return subject(model, {"input_ids": torch.randint(5, 30000, (batch, n))}, n, batch)
+
+
+def vit(batch: int, *, layers: int = 12) -> Subject:
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(num_hidden_layers=layers, attn_implementation="sdpa")
+    model = transformers.ViTModel(config, add_pooling_layer=False).eval()
+    return subject(model, {"pixel_values": torch.randn(batch, 3, 224, 224)}, 197, batch)
+
+
+def subject(model: Any, tensors: dict[str, Tensor], n: int, batch: int) -> Subject:
+    read = torch.zeros(batch, n)
+    read[:, 0] = 1
+    return Subject(model, tensors, read, torch.ones(batch, n, dtype=torch.bool))
+
+
+def plain(one: Subject) -> None:
+    with exclusive(one.model, one.plan.configs):
+        run_model(one.model, one.tensors)
+
+
+def eager(one: Subject) -> Tensor:
+    """Keep every layer's weights and multiply them afterwards, as published code does."""
+    one.model.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            attentions = one.model(**one.tensors, output_attentions=True).attentions
+            identity = torch.eye(attentions[0].shape[-1])
+            product = identity.expand(len(attentions[0]), -1, -1)
+            for layer in attentions:
+                product = (0.5 * layer.mean(dim=1) + 0.5 * identity) @ product
+    finally:
+        one.model.set_attn_implementation("sdpa")
+    return product[:, 0]
+
+
+def streaming(one: Subject) -> Tensor:
+    fold = BatchFold(FoldSettings(), one.read, one.valid)
+    fold_batch(one.model, one.plan, one.tensors, fold)
+    return fold.final_row()
+
+
+def region_columns(one: Subject) -> Tensor:
+    torch.manual_seed(1)
+    return torch.rand(*one.read.shape, REGIONS)
+
+
+def regions(one: Subject) -> Tensor:
+    fold = RegionFold(FoldSettings(), one.read, one.valid, region_columns(one))
+    region_batch(one.model, one.plan, one.tensors, fold)
+    return fold.masses[-1]
+
+
+def row(one: Subject) -> Tensor:
+    return row_batch(one.model, one.plan, one.tensors, one.read[:, None], one.valid, settings=FoldSettings())[
+        0
+    ][:, 0]
+
+
+def several_rows(one: Subject) -> Tensor:
+    read = one.read[:, None].expand(-1, 2, -1)
+    return row_batch(one.model, one.plan, one.tensors, read, one.valid, settings=FoldSettings())[0][:, 0]
+
+
+def top_k_row(one: Subject) -> Tensor:
+    settings = FoldSettings(fusion={"top_k": 16})
+    return row_batch(one.model, one.plan, one.tensors, one.read[:, None], one.valid, settings=settings)[0]
+
+
+def attention_share(one: Subject) -> float:
+    """Return the share of a plain forward pass that its fused attention takes."""
+    spent = [0.0]
+    clock = time.process_time
+
+    def attend(call: KernelCall) -> tuple[Tensor, Tensor | None]:
+        start = clock()
+        found = call.run()
+        spent[0] += clock() - start
+        return found
+
+    start = clock()
+    with (
+        exclusive(one.model, one.plan.configs),
+        interface_capture(one.plan.modules("interface"), one.plan.configs, Replacing(attend)),
+    ):
+        run_model(one.model, one.tensors)
+    return spent[0] / (clock() - start)
+
+
+Engine = Callable[[Subject], Any]
