@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -167,6 +168,53 @@ def _side(low: float, high: float) -> str:
     return "fell" if high <= 0 else "rose" if low >= 0 else "about zero"
 
 
+def layer_matrix(cells: Sequence[dict[str, Any]], colours: Palette) -> alt.LayerChart:
+    """Return the difference of a row by layer and position, streams beside each other.
+
+    Parameters
+    ----------
+    cells : sequence of dict
+        Keys ``stream``, ``position``, ``layer``, ``before``, ``after``, ``value``.
+    """
+    largest = max((abs(cell["value"]) for cell in cells), default=0.0) or 1e-9
+    several = len({cell["stream"] for cell in cells}) > 1
+    rows_ = [
+        {**cell, "place": f"{cell['stream']} {cell['position']}" if several else str(cell["position"])}
+        for cell in cells
+    ]
+    tiles = (
+        alt.Chart(alt.Data(values=rows_))
+        .mark_rect()
+        .encode(
+            x=alt.X(
+                "place:N",
+                sort=list(dict.fromkeys(row["place"] for row in rows_)),
+                title="position",
+                axis=alt.Axis(labelAngle=-60, labelOverlap=True, ticks=False, domain=False),
+            ),
+            y=alt.Y("layer:O", sort="descending", axis=alt.Axis(ticks=False, domain=False)),
+            color=alt.Color(
+                "value:Q",
+                scale=alt.Scale(
+                    domain=[-largest, 0, largest],
+                    range=[colours.down, colours.middle, colours.up],
+                    interpolate="lab",
+                ),
+                legend=alt.Legend(title="difference", gradientLength=110, labelExpr=SIGNED),
+            ),
+            tooltip=[
+                alt.Tooltip("stream:N"),
+                alt.Tooltip("position:O"),
+                alt.Tooltip("layer:O"),
+                alt.Tooltip("before:Q", format=".4f"),
+                alt.Tooltip("after:Q", format=".4f"),
+                alt.Tooltip("value:Q", format="+.4f", title="difference"),
+            ],
+        )
+    )
+    return finish(alt.layer(tiles), max(80, 26 * len({cell["layer"] for cell in cells})) + 30, colours)
+
+
 def over_time(
     times: np.ndarray[Any, Any], before: np.ndarray[Any, Any], after: np.ndarray[Any, Any], colours: Palette
 ) -> alt.LayerChart:
@@ -209,7 +257,7 @@ def trend(
     found: Sequence[dict[str, Any]],
     limits: Sequence[float],
     control: tuple[float, float] | None,
-    approvals: Sequence[dict[str, str]],
+    approvals: Sequence[dict[str, Any]],
     colours: Palette,
 ) -> alt.LayerChart:
     """Return a shift over the audits of one model.
@@ -217,15 +265,15 @@ def trend(
     Parameters
     ----------
     found : sequence of dict
-        Keys ``time``, ``value``, ``low``, ``high``, ``outcome``, ``comparison``, ``after``.
+        Keys ``look``, ``time``, ``value``, ``low``, ``high``, ``outcome``, ``comparison``, ``after``.
     limits : sequence of float
         Of the policy, drawn as dashed lines.
     control : (low, high) or None
         Where harmless re-trainings lie, drawn as a band.
     approvals : sequence of dict
-        Keys ``time``, ``by``, ``what``; drawn as vertical lines with a flag.
+        Keys ``look``, ``by``, ``what``; drawn as vertical lines with a flag.
     """
-    x = alt.X("time:T", title=None, axis=_time_axis(found))
+    x = _looks(found)
     y = alt.Y(
         "value:Q",
         title="shift",
@@ -266,15 +314,19 @@ def trend(
     return finish(alt.layer(*layers), 260, colours)
 
 
-def _time_axis(found: Sequence[dict[str, Any]]) -> alt.Axis:
-    days = {row["time"][:10] for row in found}
-    form = "%d %b %Y" if len(days) > 1 else "%H:%M:%S"
-    return alt.Axis(grid=False, labelOverlap=True, tickCount=6, format=form)
+def _looks(found: Sequence[dict[str, Any]]) -> alt.X:
+    """Return an axis of audits one after another, with their days: two may follow within a minute."""
+    days = {str(row["look"]): f"{row['time'][8:10]}.{row['time'][5:7]}." for row in found}
+    return alt.X(
+        "look:O",
+        title="audits, oldest first (day.month.)",
+        axis=alt.Axis(labelExpr=f"{json.dumps(days)}[datum.value]", labelAngle=0, labelOverlap=True),
+    )
 
 
-def _flags(approvals: Sequence[dict[str, str]], colours: Palette) -> list[alt.Chart]:
+def _flags(approvals: Sequence[dict[str, Any]], colours: Palette) -> list[alt.Chart]:
     base = alt.Chart(alt.Data(values=list(approvals))).encode(
-        x=alt.X("time:T"),
+        x=alt.X("look:O"),
         tooltip=[alt.Tooltip("by:N", title="approved by"), alt.Tooltip("what:N", title="accepted")],
     )
     flag = base.mark_text(text="⚑", fontSize=17, baseline="top", align="left", color=colours.mass)
@@ -287,7 +339,7 @@ def evidence(found: Sequence[dict[str, Any]], alarm: float, colours: Palette) ->
     Parameters
     ----------
     found : sequence of dict
-        Keys ``time``, ``evidence`` (> 0), ``share``, ``comparison``.
+        Keys ``look``, ``time``, ``evidence`` (> 0), ``share``, ``comparison``.
     alarm : float
     """
     highest = max([alarm, *(row["evidence"] for row in found)])
@@ -298,9 +350,7 @@ def evidence(found: Sequence[dict[str, Any]], alarm: float, colours: Palette) ->
         scale=alt.Scale(type="log", domain=[lowest * 0.8, highest * 1.6], nice=False),
         axis=alt.Axis(gridColor=colours.line, tickCount=4, format="~g"),
     )
-    base = alt.Chart(alt.Data(values=list(found))).encode(
-        x=alt.X("time:T", title=None, axis=_time_axis(found))
-    )
+    base = alt.Chart(alt.Data(values=list(found))).encode(x=_looks(found))
     told = alt.condition(f"datum.evidence >= {alarm}", alt.value(colours.up), alt.value(colours.dot))
     line = alt.Chart(alt.Data(values=[{"evidence": alarm}])).mark_rule(
         strokeDash=[5, 4], color=colours.up, strokeWidth=1.6

@@ -55,7 +55,7 @@ def _token(i: int, positions: Positions, probe: Probe | None) -> Token:
     special = bool(positions.special[i])
     start, end, part = _span(positions, i)
     if probe is None or start < 0 or part < 0:
-        return Token((i,), "" if probe is None and not special else "·", special, " ")
+        return Token((i,), "·" if special else "", special, " ")
     source = (probe.text or "", probe.text_pair or "")[part]
     before = max(
         (e for s, e, p in (_span(positions, j) for j in range(max(0, i - 3), i)) if p == part), default=0
@@ -157,10 +157,15 @@ def panels_html(
     *,
     smooth: bool,
     others: tuple[Weights, Weights],
+    spans: Sequence[str] = (),
+    ratio: float | None = None,
 ) -> str:
-    """Return the maps side by side, each over the picture where there is one."""
+    """Return the maps side by side, each over the picture where there is one.
+
+    With `spans`, the names of the columns, they stand below each other, for pictures as wide as a sound.
+    """
     size = png_size(png)
-    ratio = size[0] / size[1] if size else grid[1] / grid[0]
+    ratio = ratio or (size[0] / size[1] if size else grid[1] / grid[0])
     small = " pixelated" if size and max(size) <= 64 else ""
     picture = ""
     if png is not None:
@@ -168,21 +173,25 @@ def panels_html(
         picture = f'<img class="below{small}" alt="the probe" src="data:image/png;base64,{data}">'
     figures = []
     for panel in panels:
-        above = _smooth(panel, grid) if smooth else _patches(panel, grid, others)
+        above = _smooth(panel, grid) if smooth else _patches(panel, grid, others, spans)
         figures.append(
             f"<figure><figcaption>{panel.title}</figcaption>"
             f'<div class="picture" style="aspect-ratio:{ratio:.4f}">{picture}{above}</div></figure>'
         )
-    return f'<div class="panels">{"".join(figures)}</div>'
+    wide = " wide" if spans else ""
+    return f'<div class="panels{wide}">{"".join(figures)}</div>'
 
 
-def _patches(panel: Panel, grid: tuple[int, int], others: tuple[Weights, Weights]) -> str:
+def _patches(
+    panel: Panel, grid: tuple[int, int], others: tuple[Weights, Weights], spans: Sequence[str]
+) -> str:
     before, after = others
     cells = []
     for i, share in enumerate(panel.shares):
         kind = ("u" if share > 0 else "d") if panel.signed else "m"
         strength = min(1.0, abs(float(share)) / panel.scale) if panel.scale else 0.0
-        title = f"row {i // grid[1]}, column {i % grid[1]}: {number(before[i], 4)} → {number(after[i], 4)}"
+        where = spans[i % grid[1]] if spans else f"row {i // grid[1]}, column {i % grid[1]}"
+        title = f"{where}: {number(before[i], 4)} → {number(after[i], 4)}"
         cells.append(f'<i class="{kind}" style="--a:{strength:.3f}" title="{title}"></i>')
     return f'<div class="grid" style="grid-template-columns:repeat({grid[1]},1fr)">{"".join(cells)}</div>'
 
@@ -200,11 +209,12 @@ def _smooth(panel: Panel, grid: tuple[int, int], width: int = 240) -> str:
     pixels = np.zeros((height, width, 4), dtype=np.uint8)
     pixels[..., :3] = np.where(large[..., None] >= 0, RISE if panel.signed else MASS, FALL)
     pixels[..., 3] = np.clip(np.abs(large) if panel.signed else large, 0, 1) * 205
-    data = base64.b64encode(_as_png(pixels)).decode("ascii")
+    data = base64.b64encode(as_png(pixels)).decode("ascii")
     return f'<img class="above" alt="{text(panel.title)}" src="data:image/png;base64,{data}">'
 
 
-def _as_png(pixels: NDArray[np.uint8]) -> bytes:
+def as_png(pixels: NDArray[np.uint8]) -> bytes:
+    """Return pixels (grey, RGB or RGBA) as a PNG file."""
     from PIL import Image
 
     stream = io.BytesIO()

@@ -10,6 +10,22 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from audit.media import save_audio
+from audit.probes import read_probes
+from audit.records import (
+    Captured,
+    CaptureSettings,
+    CheckpointInfo,
+    Map,
+    Method,
+    Positions,
+    Prediction,
+    RunSpec,
+    digest,
+)
+from audit.regions import expand_regions, parse_regions, reliance
+from audit.store import Store
+
 NOISE = {"seed-1": 0.01, "seed-2": 0.01, "seed-3": 0.01, "after": 0.09}
 RULES = """
 [[gate.rules]]
@@ -41,6 +57,92 @@ def build(root: Path) -> Audited:
     vision = _write_config(root, "vision", _vision_probes(root), region="corner", limit=0.5)
     _save_checkpoints(root)
     return Audited(root / "store", text, vision, _audit(text), _audit(vision))
+
+
+def build_streams(root: Path) -> tuple[Path, str, Path, str]:
+    """Write audits of an encoder-decoder and of a sound model without any model: configuration and id."""
+    root.mkdir(parents=True, exist_ok=True)
+    texts = [{"id": f"s-{i:02d}", "text": "the brief film was a bore"} for i in range(24)]
+    sounds = [{"id": f"a-{i:02d}", "audio": f"clips/{i:02d}.wav"} for i in range(24)]
+    for row in sounds:
+        time = np.arange(16000) / 16000
+        tone = np.sin(2 * np.pi * (300 + 2500 * time) * time) * (time > 0.3)
+        save_audio(root / row["audio"], tone.astype(np.float32), 16000)
+    found: list[Any] = []
+    for name, rows, regions, maps in (
+        ("seq2seq", texts, {"opening": {"quantile": [0.0, 0.5]}}, _two_streams),
+        ("sound", sounds, {"opening": {"quantile": [0.0, 0.5]}}, _frames),
+    ):
+        probes = root / f"{name}.jsonl"
+        probes.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        runs = [_publish(root, f"{name}-{i}", probes, regions, maps, 0.1 * i) for i in (1, 2)]
+        config = root / f"{name}.toml"
+        config.write_text(
+            '[store]\nurl = "store"\n'
+            f'[checkpoints.before]\nrun = "{runs[0]}"\n[checkpoints.after]\nrun = "{runs[1]}"\n'
+            f'[probes]\npath = "{name}.jsonl"\n[regions]\nopening = {{ quantile = [0.0, 0.5] }}\n'
+            '[statistics]\nresamples = 199\n[[gate.rules]]\nregion = "opening"\nkind = "limit"\nfail = 0.02\n'
+        )
+        found += [config, _gate(config)]
+    return found[0], found[1], found[2], found[3]
+
+
+def _gate(config: Path) -> str:
+    from audit.config import load_config
+    from audit.pipeline import gate_runs
+
+    return str(gate_runs(load_config(config)).comparison_id)
+
+
+def _publish(root: Path, name: str, path: Path, regions: Any, maps: Any, share: float) -> str:
+    """Publish a run whose maps have more of their mass in the first half the larger `share` is."""
+    probes = read_probes(path)
+    wanted = expand_regions(parse_regions(regions), probes.probes)
+    spec = RunSpec(
+        checkpoint=CheckpointInfo(name, digest(name), digest([name]), "c" * 64),
+        inputs_digest=probes.inputs_digest,
+        annotations_digest=probes.annotations_digest,
+        regions=wanted,
+        target="auto",
+        targets_digest="",
+        method=Method(),
+        settings=CaptureSettings(),
+        versions={"capture": "1", "transformers": "5.24.0"},
+    )
+    random = np.random.default_rng([*name.encode()])
+    captured = [
+        Captured(maps(probe.id, share + 0.1 * random.random()), Prediction(probe.id)) for probe in probes
+    ]
+    pairs = zip(captured, probes, strict=True)
+    found = [r for item, probe in pairs for one in item.maps for r in reliance(one, probe, wanted)]
+    writer = Store(root / "store").begin_run(spec, 1)
+    writer.write_shard(0, captured, found)
+    return str(writer.publish(counts={"probes": len(captured)}, diagnostics={})["run_id"])
+
+
+def _leaning(n: int, share: float) -> np.ndarray[Any, Any]:
+    weights = np.linspace(1 + share, 1 - share, n)
+    return (weights / weights.sum()).astype(np.float32)
+
+
+def _two_streams(probe_id: str, share: float) -> tuple[Map, ...]:
+    starts = np.array([0, 4, 10, 15, 19, 21], dtype=np.int32)
+    ends = np.array([3, 9, 14, 18, 20, 25], dtype=np.int32)
+    none = np.full(3, -1, dtype=np.int32)
+    first = np.zeros(6, dtype=np.int8)
+    source = Positions("token", np.zeros(6, dtype=bool), starts=starts, ends=ends, parts=first)
+    special = np.array([True, False, False])
+    prefix = Positions("token", special, starts=none, ends=none, parts=none.astype(np.int8), causal=True)
+    one, two = _leaning(6, share), _leaning(3, share)
+    return (
+        Map(probe_id, one, source, "source", 0.7 - share, np.stack([_leaning(6, 0), one])),
+        Map(probe_id, two, prefix, "prefix", 0.3 + share, np.stack([_leaning(3, 0), two])),
+    )
+
+
+def _frames(probe_id: str, share: float) -> tuple[Map, ...]:
+    times = np.stack([np.arange(50) * 0.02, np.arange(1, 51) * 0.02], axis=1).astype(np.float32)
+    return (Map(probe_id, _leaning(50, share), Positions("frame", np.zeros(50, dtype=bool), times=times)),)
 
 
 def _audit(config: Path) -> str:

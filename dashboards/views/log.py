@@ -147,7 +147,11 @@ def _verdicts(entries: Sequence[Mapping[str, Any]]) -> None:
             frame,
             hide_index=True,
             height=min(420, 38 + 35 * len(frame)),
-            column_config={"time": blocks.TIME, "remark": st.column_config.TextColumn(width="large")},
+            column_config={
+                "time": blocks.TIME,
+                "outcome": st.column_config.TextColumn(width=130),
+                "remark": st.column_config.TextColumn(width="large"),
+            },
         )
         blocks.downloads("verdicts", frame)
         for one in [row for row in found if row["outcome"] == "FAIL"][:5]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,11 @@ import streamlit as st
 
 from audit.records import Map
 from audit.report.wording import change, number
-from dashboards import blocks, charts, probe_view, state, theme
+from dashboards import blocks, charts, probe_view, sound_view, state, theme
 from dashboards.content import Content
+
+WIDEST = 200
+"""Positions of a matrix of layers at most."""
 
 
 def weights_at(one: Map, layer: int | None) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -36,7 +40,7 @@ def draw_pair(before: Map, after: Map, found: Content, layer: int | None) -> Non
     if kind == "patch" and before.positions.grid is not None:
         _draw_patches(before, old, new, found)
     elif kind == "frame" and before.positions.times is not None:
-        _draw_frames(before, old, new)
+        _draw_frames(before, old, new, found)
     else:
         _draw_words(before, old, new, found)
 
@@ -97,10 +101,79 @@ def _draw_patches(one: Map, old: Any, new: Any, found: Content) -> None:
         )
 
 
-def _draw_frames(one: Map, old: Any, new: Any) -> None:
+def _draw_frames(one: Map, old: Any, new: Any, found: Content) -> None:
     assert one.positions.times is not None
-    chart = charts.over_time(one.positions.times, old, new, theme.palette())
-    st.altair_chart(chart, alt="Share of each time span, before and after")
+    grid = sound_view.spans(one.positions.times, one.positions.special)
+    png = _spectrogram(found, float(grid.times[-1, 1]) if len(grid.times) else 0.0)
+    before, after = grid.summed(old), grid.summed(new)
+    difference = after - before
+    scale, spread = probe_view.peak(before, after), probe_view.peak(difference)
+    panels = [
+        probe_view.Panel("Before", before, scale),
+        probe_view.Panel("After", after, scale),
+        probe_view.Panel("Difference", difference, spread, signed=True),
+    ]
+    names = [f"{number(start, 2)}–{number(end, 2)} s" for start, end in grid.times]
+    smooth = state.get("overlay") == "smooth"
+    blocks.html(
+        probe_view.panels_html(
+            panels, grid.shape, png, smooth=smooth, others=(before, after), spans=names, ratio=5.0
+        )
+        + _scale(scale, spread)
+    )
+    if grid.shape[0] == 1:
+        chart = charts.over_time(grid.times, before, after, theme.palette())
+        st.altair_chart(chart, alt="Share of each time span, before and after")
+    special = one.positions.special
+    if special.any():
+        blocks.note(
+            f"Special positions, and those after the end of the sound, hold "
+            f"{change(old[special].sum(), new[special].sum())} of the map and are not drawn."
+        )
+
+
+def _spectrogram(found: Content, seconds: float) -> bytes | None:
+    """Return the spectrogram of the probe's sound up to the end of its last frame."""
+    from audit.media import load_audio
+
+    if found.probe is None or found.probe.audio is None:
+        return None
+    sound, rate = found.probe.audio, found.probe.sampling_rate
+    if isinstance(sound, str):
+        sound, rate = load_audio(sound)
+    return sound_view.spectrogram_png(sound[: int(seconds * rate)], rate) if rate else None
+
+
+def draw_layers(pairs: Sequence[tuple[Map, Map]]) -> None:
+    """Draw how the row grows layer by layer, streams beside each other, where the store holds it."""
+    streams = [(one, two) for one, two in pairs if one.layers is not None and two.layers is not None]
+    depth = min((len(one.layers) for pair in streams for one in pair if one.layers is not None), default=0)
+    alike = all(len(one.weights) == len(two.weights) for one, two in streams)
+    width = sum(len(one.weights) for one, _ in streams)
+    if len(streams) < len(pairs) or not depth or not alike or width > WIDEST:
+        why = "is too long to draw" if width > WIDEST else "is not in the store for every layer and stream"
+        blocks.note(f"The matrix of layers and positions {why}.")
+        return
+    cells = [
+        {
+            "stream": one.stream,
+            "position": i,
+            "layer": layer,
+            "before": float(one.layers[layer, i]),
+            "after": float(two.layers[layer, i]),
+            "value": float(two.layers[layer, i] - one.layers[layer, i]),
+        }
+        for one, two in streams
+        if one.layers is not None and two.layers is not None
+        for layer in range(depth)
+        for i in range(len(one.weights))
+    ]
+    st.altair_chart(charts.layer_matrix(cells, theme.palette()), alt="Difference by layer and position")
+    blocks.note(
+        "Each row is the difference as it stands after that layer. The store holds the output row that "
+        "predicts one token; other generated tokens need a capture of their own "
+        '(<code>[method] row = "decoder:&lt;i&gt;"</code>).'
+    )
 
 
 def _scale(scale: float, spread: float) -> str:

@@ -130,10 +130,8 @@ def _news(manifests: Sequence[Mapping[str, Any]]) -> None:
     time = str(last["provenance"]["time"])
     new = [one for one in manifests if str(one["provenance"]["time"]) > time]
     bad = sum(one["outcome"] in ("FAIL", "ERROR", "INCONCLUSIVE") for one in new)
-    blocks.note(
-        f"Since the last approval ({blocks.text(blocks.when(time))}): {count(len(new), 'new comparison')}, "
-        f"{bad} of them not passed."
-    )
+    what = f"{count(len(new), 'new comparison')}, {bad} of them not passed" if new else "nothing new"
+    blocks.note(f"Since the last approval ({blocks.text(blocks.when(time))}): {what}.")
 
 
 def _filtered(found: Sequence[Model]) -> list[Model]:

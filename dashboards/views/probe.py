@@ -12,7 +12,7 @@ from audit.records import Comparison, Map
 from audit.report.wording import change, clip, number, quantity
 from dashboards import blocks, content, data, selection, state
 from dashboards.views import compare, effects, probes_table
-from dashboards.views.maps import draw_pair, weights_at
+from dashboards.views.maps import draw_layers, draw_pair, weights_at
 
 if TYPE_CHECKING:
     import polars as pl
@@ -165,6 +165,9 @@ def _controls_and_maps(
     for before, after in pairs:
         with blocks.section(None if len(pairs) == 1 else f"Stream: {before.stream}"):
             draw_pair(before, after, found, layer)
+    if pairs[0][0].positions.kind == "token":
+        with st.expander("Layer by layer", expanded=len(pairs) > 1), blocks.section():
+            draw_layers(pairs)
     _shares(rows_of_probe, probe_id)
     with st.expander("Every position"), blocks.section():
         frame = _positions_frame(pairs, layer)
@@ -213,7 +216,7 @@ def _controls(
                 required=True,
                 help="Words: the shares of a word's tokens are added up.",
             )
-        elif first.positions.kind == "patch":
+        else:
             state.pick(
                 st.segmented_control,
                 "Overlay",

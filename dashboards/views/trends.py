@@ -12,7 +12,7 @@ from audit.records import RuleVerdict
 from audit.report import rows
 from audit.report.wording import count
 from dashboards import blocks, charts, data, forest, state, theme
-from dashboards.views.overview import KINDS, models
+from dashboards.views.overview import KINDS, Model, models
 
 LONGEST = 200
 KEYS = ("model", "region")
@@ -35,7 +35,14 @@ def page() -> None:
     ]
     chosen = state.pick(st.selectbox, "Model", "model", names, default=names[0])
     model = longest[names.index(str(chosen))]
-    history = model.history[-LONGEST:]
+    with blocks.section():
+        _page(model)
+    state.publish(*KEYS)
+    blocks.share_link()
+
+
+def _page(model: Model) -> None:
+    history = line(model, data.comparisons().manifests)[-LONGEST:]
     if len(history) < 2:
         st.info(
             f"{blocks.plain(model.name, 80)} has been audited once. A trend begins with the second "
@@ -43,21 +50,32 @@ def page() -> None:
             "audits on a schedule.",
             icon=":material/timeline:",
         )
-    with blocks.section():
-        _draw(history)
-    state.publish(*KEYS)
-    blocks.share_link()
+    _draw(history)
+
+
+def line(model: Model, manifests: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the audits of a model and of the releases before it, oldest first; one for each checkpoint."""
+    found = data.trends(str(model.latest["comparison_id"]))
+    looks = max((one.looks for one in found), key=len, default=())
+    if len(looks) < len(model.history):
+        return list(model.history)
+    by_name = {str(one["comparison_id"]): one for one in manifests}
+    newest = str(model.latest["comparison_id"])
+    run = (model.latest["after"] or {}).get("run_id")
+    again = [name for name in looks if (by_name[name]["after"] or {}).get("run_id") == run]
+    return [by_name[newest if name in again else name] for name in looks]
 
 
 def points(history: Sequence[Mapping[str, Any]], region: str) -> list[dict[str, Any]]:
     """Return one row for each audit that judged the shift of a region, oldest first."""
     found = []
-    for one in history:
+    for look, one in enumerate(history, start=1):
         judged = _judged(str(one["comparison_id"]), region)
         if judged is None or judged.value is None:
             continue
         found.append(
             {
+                "look": look,
                 "time": str(one["provenance"]["time"]),
                 "value": judged.value,
                 "low": judged.interval[0] if judged.interval else None,
@@ -122,12 +140,12 @@ def control(rules: Sequence[RuleVerdict]) -> tuple[float, float] | None:
 
 def approved(
     approvals: Sequence[Mapping[str, Any]], history: Sequence[Mapping[str, Any]]
-) -> list[dict[str, str]]:
-    """Return the approvals that were given to audits of this history: when, by whom, and what."""
-    names = {str(one["comparison_id"]) for one in history}
+) -> list[dict[str, Any]]:
+    """Return the approvals that were given to audits of this history: to which, by whom, and what."""
+    names = {str(one["comparison_id"]): look for look, one in enumerate(history, start=1)}
     return [
         {
-            "time": str(one["provenance"]["time"]),
+            "look": names[one["comparison_id"]],
             "by": blocks.clip(str(one.get("by", "unknown")), 60),
             "what": blocks.clip(
                 "; ".join(f"{s['rule']} on {s['region']}" for s in one.get("scope") or ()) or "the release",
@@ -145,7 +163,6 @@ def _drift(history: Sequence[Mapping[str, Any]], region: str) -> None:
         "Evidence that the share changes one way from audit to audit. Without a drift it reaches 20 in at "
         "most 1 of 20 histories, however often one looks.",
     ):
-        times = {str(one["comparison_id"]): str(one["provenance"]["time"]) for one in history}
         regions = {one.region: one for one in data.trends(str(history[-1]["comparison_id"]))}
         trend = regions.get(region)
         if trend is None:
@@ -159,10 +176,19 @@ def _drift(history: Sequence[Mapping[str, Any]], region: str) -> None:
         if others:
             names = ", ".join(blocks.text(one.region, 60) for one in others[:8])
             blocks.note(f"A drift is also told on {names}.")
+        looks = range(len(history) - len(trend.looks) + 1, len(history) + 1)
         found = [
-            {"time": times[look], "evidence": max(value, 1e-6), "share": share, "comparison": look}
-            for look, value, share in zip(trend.looks, trend.course, trend.levels[1:], strict=True)
-            if look in times
+            {
+                "look": look,
+                "time": str(history[look - 1]["provenance"]["time"]),
+                "evidence": max(value, 1e-6),
+                "share": share,
+                "comparison": name,
+            }
+            for look, name, value, share in zip(
+                looks, trend.looks, trend.course, trend.levels[1:], strict=True
+            )
+            if look > 0
         ]
         chart = charts.evidence(found, ALARM, theme.palette())
         st.altair_chart(chart, alt=f"Evidence of a drift of {region}")
