@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,7 @@ class _Effect:
 
 def confirm_regions(
     config: AuditConfig, verdict: Verdict, *, progress: Progress | None = None
-) -> tuple[Confirmation, ...]:
+) -> tuple[tuple[Confirmation, ...], tuple[str, ...]]:
     """Occlude each failing region on both checkpoints and compare how far the target logit moves.
 
     Parameters
@@ -60,8 +60,10 @@ def confirm_regions(
 
     Returns
     -------
-    tuple of Confirmation
-        Empty where a checkpoint is not at hand, has no task head, or the probes have no target.
+    confirmations : tuple of Confirmation
+    notes : tuple of str
+        Which failing regions could not be occluded, and why: no checkpoint at hand, no task head, no
+        target, or windows of long texts.
 
     Raises
     ------
@@ -71,43 +73,84 @@ def confirm_regions(
     for rule in verdict.rules:
         if rule.outcome is Outcome.FAIL and rule.region not in NOT_OCCLUDED:
             failing.setdefault(rule.region, rule)
-    known = [config.checkpoints[role].path for role in ("before", "after") if role in config.checkpoints]
-    if not failing or len(known) < 2 or None in known or frozen_elsewhere(config):
-        return ()
+    if not failing:
+        return (), ()
+    obstacle = _obstacle(config)
+    if obstacle is not None:
+        return (), _notes(dict.fromkeys(failing, obstacle))
     before, after = plan_run(config, "before"), plan_run(config, "after")
-    regions = {region.name: region for region in after.spec.regions}
-    effects: dict[tuple[str, str], _Effect | None] = {}
-    for plan in (before, after):  # one checkpoint after the other: each is loaded once
-        for name in failing:
+    effects = _all_effects((before, after), failing, progress)
+    found: list[Confirmation] = []
+    missing: dict[str, str] = {}
+    for name, rule in failing.items():
+        pair = [effects["before", name], effects["after", name]]
+        known = [effect for effect in pair if isinstance(effect, _Effect)]
+        one = _confirmation(rule, before, known, config) if len(known) == 2 else None
+        if one is not None:
+            found.append(one)
+        else:
+            reasons = [effect for effect in pair if isinstance(effect, str)]
+            missing[name] = reasons[0] if reasons else "too few probes have both the region and a target"
+    return tuple(found), _notes(missing)
+
+
+def _obstacle(config: AuditConfig) -> str | None:
+    """Return why nothing can be occluded, None where both checkpoints are at hand."""
+    known = [config.checkpoints[role].path for role in ("before", "after") if role in config.checkpoints]
+    if len(known) < 2 or None in known or frozen_elsewhere(config):
+        return "a checkpoint is not at hand; give both by path"
+    if config.probes.stride is not None:
+        return "occlusion is not defined for windows of one probe; remove [probes] stride"
+    return None
+
+
+def _notes(missing: Mapping[str, str]) -> tuple[str, ...]:
+    """Return one line for each reason, naming its regions.
+
+    >>> _notes({"corner": "there is no target", "logo": "there is no target"})
+    ('Not confirmed by occlusion (corner, logo): there is no target.',)
+    """
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in missing.items():
+        by_reason.setdefault(reason, []).append(name)
+    return tuple(f"Not confirmed by occlusion ({', '.join(by_reason[one])}): {one}." for one in by_reason)
+
+
+def _all_effects(
+    plans: Sequence[RunPlan], names: Collection[str], progress: Progress | None
+) -> dict[tuple[str, str], _Effect | str]:
+    """Occlude every region on one checkpoint after the other, so that each is loaded once."""
+    effects: dict[tuple[str, str], _Effect | str] = {}
+    total = len(plans) * len(names)
+    for plan in plans:
+        regions = {region.name: region for region in plan.spec.regions}
+        for name in names:
             if progress is not None:
-                progress("confirm by occlusion", len(effects), 2 * len(failing))
+                progress("confirm by occlusion", len(effects), total)
             effects[plan.role, name] = _effects(plan, regions[name])
     if progress is not None:
-        progress("confirm by occlusion", 2 * len(failing), 2 * len(failing))
-    pairs = {name: [effects["before", name], effects["after", name]] for name in failing}
-    found = [
-        _confirmation(rule, before, pairs[name], config)
-        for name, rule in failing.items()
-        if None not in pairs[name]
-    ]
-    return tuple(one for one in found if one is not None)
+        progress("confirm by occlusion", total, total)
+    return effects
 
 
-def _effects(plan: RunPlan, region: Region) -> _Effect | None:
+def _effects(plan: RunPlan, region: Region) -> _Effect | str:
+    """Return the effect of a region on each probe, or why there is none."""
     probes = load_probes(plan.probes).probes
     with LOADER.use(plan) as checkpoint:
         from audit.capture import occlude
 
         if not checkpoint.has_head:
-            return None
+            return "the checkpoint has no task head, so there is no logit to watch"
         weights = [_weights(region, one, probe) for one, probe in _positions(plan, probes)]
         try:
             occlusions = occlude(checkpoint, probes, weights, **_question(plan))
-        except ProbeError:
-            return None  # the labels are no classes of this checkpoint: no target logit to watch
+        except ProbeError as error:  # the labels are no classes of this checkpoint
+            return f"there is no target logit to watch: {error}"
     changes = [occlusion.change for occlusion in occlusions]
     values = np.array([np.nan if change is None else abs(change) for change in changes])
-    return None if np.isnan(values).all() else _Effect(values, occlusions[0].occlusion)
+    if np.isnan(values).all():
+        return "no probe has both the region and a target class; label the probes or set [probes] target"
+    return _Effect(values, occlusions[0].occlusion)
 
 
 def _question(plan: RunPlan) -> dict[str, Any]:
@@ -129,10 +172,10 @@ def _weights(region: Region, positions: Positions, probe: Probe) -> np.ndarray:
 
 
 def _confirmation(
-    rule: RuleVerdict, before: RunPlan, effects: Sequence[_Effect | None], config: AuditConfig
+    rule: RuleVerdict, before: RunPlan, effects: Sequence[_Effect], config: AuditConfig
 ) -> Confirmation | None:
     """Compare the effects on both checkpoints as one paired column."""
-    one, two = (effect for effect in effects if effect is not None)
+    one, two = effects
     run = read_run(Store(before.store), before.run_id, layers=False)
     ids, column = run.shares.probe_ids, Column(rule.region)
     cells = compare_tables(

@@ -111,8 +111,9 @@ def gate_runs(
     comparison = demand_signatures(config, compare_runs(**vars(runs), statistics=statistics))
     verdict = evaluate_gate(comparison, policy)
     if confirm and verdict.outcome is Outcome.FAIL:
-        comparison = with_confirmations(comparison, confirm_regions(config, verdict, progress=progress))
-        verdict = evaluate_gate(comparison, policy)
+        found, notes = confirm_regions(config, verdict, progress=progress)
+        comparison = with_confirmations(comparison, found)
+        verdict = replace(evaluate_gate(comparison, policy), notes=notes)
     if progress is not None:
         progress("compare", 1, 1)
     verdict = replace(verdict, comparison_id=publish(store, comparison, verdict))
@@ -156,7 +157,7 @@ def gate_comparison(
             f"{comparison_id} was stored without rules; judge it with `audit gate CONFIG` and [[gate.rules]]"
         )
     policy = with_allowed(verdict.policy, allow)
-    judged = evaluate_gate(comparison, policy)
+    judged = replace(evaluate_gate(comparison, policy), notes=verdict.notes)
     if policy != verdict.policy:  # what was allowed is recorded, under an id of its own
         judged = replace(judged, comparison_id=publish(store, comparison, judged))
     else:

@@ -86,7 +86,11 @@ def _setup(
         ("Replicates", facts.replicates(comparison)),
         ("Intervals", f"{facts.level(comparison, verdict)}, over probes" + (" grouped" if groups else "")),
     ]
-    found += [(key.replace("_", " "), facts.plain(value)) for key, value in comparison.settings.items()]
+    found += [
+        (key.replace("_", " "), facts.plain(value))
+        for key, value in comparison.settings.items()
+        if key != "occlusion" or comparison.confirmations  # it was asked for; a note says why there is none
+    ]
     return [(clip(term, 40), clip(value, 300)) for term, value in found[:ENTRIES_SHOWN] if value]
 
 

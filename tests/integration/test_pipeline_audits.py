@@ -1,5 +1,6 @@
 """Whole audits of other kinds: images, text pairs, groups, segments, second probe sets, language models."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from audit.config import load_config
 from audit.errors import ConfigError, NothingEvaluatedError
 from audit.pipeline import run_audit
 from audit.records import Outcome
+from audit.report import to_html
 from audit.store import Store
 from tests import tiny_audits as tiny
 from tests.integration import tiny_models
@@ -64,6 +66,36 @@ def test_images_are_audited_by_boxes_and_confirmed_by_occlusion(project, models)
     assert shift(comparison, "corner").n_probes == 20
     assert [one.region for one in comparison.confirmations] == ["corner"]
     assert comparison.predictions["n"] == 20
+
+
+def without_head(models: Path, folder: Path, name: str) -> Path:
+    import transformers
+
+    whole = transformers.AutoModelForSequenceClassification.from_pretrained(models / name)
+    whole.bert.save_pretrained(folder / name)
+    transformers.AutoTokenizer.from_pretrained(models / name).save_pretrained(folder / name)
+    return folder / name
+
+
+def test_an_encoder_without_a_head_says_why_nothing_was_confirmed(project, models):
+    for name in ("base", "shifted"):
+        without_head(models, project / "encoders", name)
+    verdict, comparison = audited(write_config(project, models="encoders"))
+    assert verdict.outcome is Outcome.FAIL
+    assert comparison.confirmations == ()
+    (note,) = verdict.notes
+    assert note.startswith("Not confirmed by occlusion (opinion): the checkpoint has no task head")
+    assert not re.search(r"(?i)<dt>\s*occlusion\s*<", to_html(comparison, verdict))
+    again, _ = audited(project / "audit.toml")
+    assert again.notes == verdict.notes
+
+
+def test_labels_that_are_no_classes_say_why_nothing_was_confirmed(project, models):
+    tiny.write_rows(project / "probes.jsonl", tiny.text_rows(label="no such class"))
+    verdict, _ = audited(write_config(project, models=models))
+    (note,) = verdict.notes
+    assert "no target logit to watch" in note
+    assert "no such class" in note
 
 
 def test_text_pairs_have_regions_in_each_part(project, models):
@@ -147,7 +179,8 @@ def test_stored_runs_play_their_roles_on_both_probe_sets(project, models):
 def test_a_floor_is_refused_beside_a_second_probe_set(project, models):
     from audit.pipeline import freeze_config_floor
 
-    replicates = '[[replicates]]\npath = "{models}/shifted"\n'
+    tiny.bert(project / "seed-1", seed=1, noise=0.002)
+    replicates = '[[replicates]]\npath = "seed-1"\n'
     config = load_config(write_config(project, models=models, more=replicates))
     run_audit(config, confirm=False)
     freeze_config_floor(config, project / "floor.json")
