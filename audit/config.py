@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import glob
+import math
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -24,7 +25,7 @@ DEFAULT_STORE = "data/store"
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class StoreSection(_Section):
@@ -133,6 +134,15 @@ class MethodSection(_Section):
         check_method(self.name, self._given())
         return self
 
+    @field_validator("residual")
+    @classmethod
+    def _shares(cls, value: float | list[float] | str | None) -> float | list[float] | str | None:
+        given = value if isinstance(value, list) else [value]
+        wrong = [one for one in given if isinstance(one, float) and not 0 <= one <= 1]
+        if wrong:
+            raise ValueError(f"residual is {wrong[0]:g}; expected a share from 0 to 1, such as 0.5")
+        return value
+
     def _given(self) -> dict[str, Any]:
         return self.model_dump(exclude={"name", "row"}, exclude_none=True)
 
@@ -187,7 +197,26 @@ class RuleSection(_Section):
             raise ValueError('an excess rule needs within = <number> or "3 sd"')
         if self.kind == "excess" and (self.fail is not None or self.warn is not None):
             raise ValueError('fail and warn belong to kind = "limit"; an excess rule has within')
+        if self.fail is not None:
+            self._check_bounds(self.fail)
         return self
+
+    def _check_bounds(self, fail: float) -> None:
+        """Refuse limits that no value, or every value, could keep."""
+        from audit._rules import SIMILARITIES, limit_bounds
+
+        rule = Rule(**self.model_dump())
+        if fail < 0 and self.measure not in SIMILARITIES and self.direction != "decrease":
+            raise ValueError(f"fail is {fail:g}; give its size, {-fail:g}, and the side as direction")
+        try:
+            low, high = limit_bounds(rule, fail)
+            warned = (low, high) if self.warn is None else limit_bounds(rule, self.warn)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        if warned[0] < low or warned[1] > high:
+            raise ValueError(
+                f"warn = {self.warn:g} is looser than fail = {fail:g} and would never be seen; exchange them"
+            )
 
     @field_validator("within")
     @classmethod
@@ -203,7 +232,7 @@ class RuleSection(_Section):
 
 def _is_positive(text: str) -> bool:
     try:
-        return float(text) > 0
+        return 0 < float(text) < math.inf
     except ValueError:
         return False
 

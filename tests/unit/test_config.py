@@ -85,6 +85,22 @@ within = "3 sd"
         ("[[gate.rules]]\nregion='a'\nkind='excess'\n", "an excess rule needs within"),
         ("[[gate.rules]]\nregion='a'\nkind='excess'\nwithin='3 sigma'\n", '"3 sd"'),
         ("[[gate.rules]]\nregion='a'\nkind='excess'\nwithin=-1\n", "above 0"),
+        ("[[gate.rules]]\nregion='a'\nkind='excess'\nwithin='inf sd'\n", '"3 sd"'),
+        ("[[gate.rules]]\nregion='a'\nkind='excess'\nwithin=nan\n", "finite"),
+        ("[[gate.rules]]\nregion='a'\nkind='limit'\nfail=nan\n", "fail: Input should be a finite number"),
+        ("[[gate.rules]]\nregion='a'\nkind='limit'\nfail=inf\n", "fail: Input should be a finite number"),
+        ("[[gate.rules]]\nregion='a'\nkind='limit'\nfail=-0.02\n", "give its size, 0.02"),
+        (
+            "[[gate.rules]]\nregion='a'\nkind='limit'\nfail=0.02\nwarn=0.05\n",
+            "warn = 0.05 is looser than fail",
+        ),
+        (
+            "[[gate.rules]]\nregion='a'\nkind='limit'\nmeasure='level'\ndirection='decrease'\nfail=0.2\nwarn=0.1\n",
+            "warn = 0.1 is looser than fail",
+        ),
+        ("[[gate.rules]]\nregion='a'\nkind='limit'\nmeasure='ratio'\nfail=0\n", "a number above 0"),
+        ("[method]\nresidual = 1.5\n", "residual is 1.5; expected a share from 0 to 1"),
+        ("[method]\nresidual = [0.5, -0.1]\n", "residual is -0.1"),
         ("[[replicates]]\nkind='seed'\n", "exactly one of"),
         ("[[replicates]]\npath='nothing-*'\n", "matches nothing"),
         ("[statistics]\nalpha = 0.7\n", "statistics.alpha"),
@@ -99,6 +115,20 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path, addition: str,
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 10
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "fail = -0.02\ndirection = 'decrease'",
+        "fail = 0.9\nwarn = 0.95\nmeasure = 'cosine_similarity'",
+        "fail = 0.1\nwarn = 0.2\nmeasure = 'level'\ndirection = 'decrease'",
+        "fail = 2\nwarn = 1.5\nmeasure = 'ratio'",
+    ],
+)
+def test_limits_are_read_as_their_measure_and_direction_mean(tmp_path: Path, rule: str) -> None:
+    text = f"{MINIMAL}[[gate.rules]]\nregion = 'a'\nkind = 'limit'\n{rule}\n"
+    assert len(load_config(write(tmp_path, text)).policy().rules) == 1
 
 
 def test_after_or_domain_is_needed(tmp_path: Path) -> None:
