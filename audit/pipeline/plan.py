@@ -17,8 +17,17 @@ from audit._method_parameters import TARGETED
 from audit.config import AuditConfig, CheckpointSection, ReplicateSection
 from audit.errors import CheckpointError, ConfigError, ProbeError
 from audit.models import checkpoint_info, compatible_targets
+from audit.pipeline.checks import check_replicates, check_rules
 from audit.probes import read_probes
-from audit.records import CaptureSettings, CheckpointInfo, ProbeSet, Region, RunSpec, canonical_json, digest
+from audit.records import (
+    CaptureSettings,
+    CheckpointInfo,
+    ProbeSet,
+    Region,
+    RunSpec,
+    canonical_json,
+    digest,
+)
 from audit.regions import expand_regions
 
 LOG = logging.getLogger("audit")
@@ -117,6 +126,9 @@ def plan_audit(config: AuditConfig) -> tuple[RunPlan, ...]:
     ]
     if config.probes.target is not None:
         check_label_sets([plan.spec.checkpoint for plan in plans])
+    for plan in plans:
+        check_rules(config.policy().rules, plan.spec.regions)
+    check_replicates([(plan.role, plan.source.ref, plan.spec.checkpoint.weights_digest) for plan in plans])
     order = {plan.source.ref: i for i, plan in reversed(list(enumerate(plans)))}
     return tuple(sorted(plans, key=lambda p: (order[p.source.ref], p.source.adapter is None)))
 

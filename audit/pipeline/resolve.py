@@ -9,6 +9,7 @@ from audit.errors import CheckpointError, ConfigError, NothingEvaluatedError, Pr
 from audit.models import checkpoint_info
 from audit.pipeline.approve import signers_of
 from audit.pipeline.baseline import approved_baseline
+from audit.pipeline.checks import check_replicates
 from audit.pipeline.floor import Floor, read_floor
 from audit.pipeline.plan import (
     LOG,
@@ -64,6 +65,8 @@ def audit_runs(config: AuditConfig, store: Store) -> AuditRuns:
     )
     if config.probes.target is not None:
         check_label_sets([*_infos(runs.before), *_infos(runs.after)])
+    named = [("before", runs.before), ("after", runs.after), *(("replicate", one) for one in runs.replicates)]
+    check_replicates([(role, one.ref.checkpoint, one.ref.weights_digest) for role, one in named])
     return runs
 
 

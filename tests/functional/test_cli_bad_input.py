@@ -131,11 +131,17 @@ def test_a_region_that_matches_in_some_probes_only_is_counted(audit, project, mo
     assert counts["matches"]["opinion"] == 24
 
 
-def test_an_unknown_region_in_a_rule_is_an_error(audit, project, models):
+def test_an_unknown_region_in_a_rule_is_refused_before_anything_is_captured(audit, project, models):
     write_config(project, models=models, rules=tiny.LIMIT.format(fail=0.02).replace("opinion", "opinoin"))
-    done = audit("run")
-    assert done.code != ExitCode.PASS
-    assert "opinoin" in done.out + done.err
+    refused(audit("run"), ExitCode.CONFIG, project, "'opinoin' does not exist", "did you mean 'opinion'?")
+
+
+@pytest.mark.parametrize(("pattern", "role"), [("s*", "after"), ("base", "before")])
+def test_a_replicate_that_is_before_or_after_is_refused(audit, project, models, pattern, role):
+    write_config(project, models=models, more=f'[[replicates]]\npath = "{models}/{pattern}"\n')
+    twin = "shifted" if role == "after" else "base"
+    words = (f"replicate {models}/{twin}", f"[checkpoints.{role}]", "narrow the glob")
+    refused(audit("run"), ExitCode.CONFIG, project, *words)
 
 
 @pytest.mark.parametrize("target", ['"label"', '"positive"'])
