@@ -320,6 +320,7 @@ def _looks(found: Sequence[dict[str, Any]]) -> alt.X:
     return alt.X(
         "look:O",
         title="audits, oldest first (day.month.)",
+        scale=alt.Scale(type="point", padding=0.5),
         axis=alt.Axis(labelExpr=f"{json.dumps(days)}[datum.value]", labelAngle=0, labelOverlap=True),
     )
 
@@ -348,7 +349,7 @@ def evidence(found: Sequence[dict[str, Any]], alarm: float, colours: Palette) ->
         "evidence:Q",
         title="evidence (log)",
         scale=alt.Scale(type="log", domain=[lowest * 0.8, highest * 1.6], nice=False),
-        axis=alt.Axis(gridColor=colours.line, tickCount=4, format="~g"),
+        axis=alt.Axis(gridColor=colours.line, values=[10.0**k for k in range(-6, 13)], format="~g"),
     )
     base = alt.Chart(alt.Data(values=list(found))).encode(x=_looks(found))
     told = alt.condition(f"datum.evidence >= {alarm}", alt.value(colours.up), alt.value(colours.dot))

@@ -25,6 +25,7 @@ from audit.records import (
 )
 from audit.regions import expand_regions, parse_regions, reliance
 from audit.store import Store
+from audit.store._files import seal
 
 NOISE = {"seed-1": 0.01, "seed-2": 0.01, "seed-3": 0.01, "after": 0.09}
 RULES = """
@@ -48,6 +49,7 @@ class Audited:
     vision: Path
     text_comparison: str
     vision_comparison: str
+    other_method: str
 
 
 def build(root: Path) -> Audited:
@@ -56,7 +58,11 @@ def build(root: Path) -> Audited:
     text = _write_config(root, "text", _text_probes(root), region="name", limit=0.001)
     vision = _write_config(root, "vision", _vision_probes(root), region="corner", limit=0.5)
     _save_checkpoints(root)
-    return Audited(root / "store", text, vision, _audit(text), _audit(vision))
+    other = _write_config(
+        root, "text", root / "text.jsonl", region="name", limit=0.001, method="raw_attention"
+    )
+    first, again = _audit(text), _audit(other)
+    return Audited(root / "store", text, vision, first, _audit(vision), again)
 
 
 def build_streams(root: Path) -> tuple[Path, str, Path, str]:
@@ -85,6 +91,24 @@ def build_streams(root: Path) -> tuple[Path, str, Path, str]:
         )
         found += [config, _gate(config)]
     return found[0], found[1], found[2], found[3]
+
+
+def build_many(source: Path, target: Path, *, runs: int, comparisons: int) -> Path:
+    """Copy the manifest of one run, and one whole comparison, under many ids; return the new store."""
+    for kind, number in (("runs", runs), ("comparisons", comparisons)):
+        one = sorted((source / kind).glob("*/manifest.json"))[0]
+        manifest = json.loads(one.read_text())
+        sealed = ("digest", "provenance", "seal")
+        content = {key: value for key, value in manifest.items() if key not in sealed}
+        for i in range(number):
+            name = f"{one.parent.name[:4]}{i:012x}"
+            folder = target / kind / name
+            folder.mkdir(parents=True)
+            for path in one.parent.iterdir() if kind == "comparisons" else ():
+                (folder / path.name).write_bytes(path.read_bytes())
+            own = {**content, "run_id" if kind == "runs" else "comparison_id": name}
+            (folder / "manifest.json").write_bytes(seal(own, manifest["provenance"]))
+    return target
 
 
 def _gate(config: Path) -> str:
@@ -152,8 +176,10 @@ def _audit(config: Path) -> str:
     return str(run_audit(load_config(config)).comparison_id)
 
 
-def _write_config(root: Path, name: str, probes: Path, *, region: str, limit: float) -> Path:
-    path = root / f"{name}.toml"
+def _write_config(
+    root: Path, name: str, probes: Path, *, region: str, limit: float, method: str = ""
+) -> Path:
+    path = root / f"{name}{method}.toml"
     path.write_text(
         f"""
 [store]
@@ -170,6 +196,7 @@ path = "{probes.relative_to(root)}"
 resamples = 499
 """
         + ("[regions]\ncorner = { box = [0.75, 0.75, 1.0, 1.0] }\n" if name == "vision" else "")
+        + (f'[method]\nname = "{method}"\n' if method else "")
         + RULES.format(region=region, limit=limit)
     )
     return path

@@ -61,8 +61,7 @@ def line(model: Model, manifests: Sequence[Mapping[str, Any]]) -> list[Mapping[s
         return list(model.history)
     by_name = {str(one["comparison_id"]): one for one in manifests}
     newest = str(model.latest["comparison_id"])
-    run = (model.latest["after"] or {}).get("run_id")
-    again = [name for name in looks if (by_name[name]["after"] or {}).get("run_id") == run]
+    again = [name for name in looks if _after(by_name[name]) == _after(model.latest)]
     return [by_name[newest if name in again else name] for name in looks]
 
 
@@ -115,7 +114,7 @@ def _draw(history: Sequence[Mapping[str, Any]]) -> None:
             if abs(end) != float("inf")
         }
     )
-    marks = approved(data.approvals().manifests, history)
+    marks = approved(data.approvals().manifests, history, data.comparisons().manifests)
     chart = charts.trend(found, limits, control(rules), marks, theme.palette())
     st.altair_chart(chart, alt=f"Shift of {region} over time")
     blocks.note(
@@ -138,14 +137,21 @@ def control(rules: Sequence[RuleVerdict]) -> tuple[float, float] | None:
     return None if floor is None else (floor[0] - 3 * floor[1], floor[0] + 3 * floor[1])
 
 
+def _after(manifest: Mapping[str, Any]) -> str | None:
+    return (manifest["after"] or {}).get("run_id")
+
+
 def approved(
-    approvals: Sequence[Mapping[str, Any]], history: Sequence[Mapping[str, Any]]
+    approvals: Sequence[Mapping[str, Any]],
+    history: Sequence[Mapping[str, Any]],
+    manifests: Sequence[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Return the approvals that were given to audits of this history: to which, by whom, and what."""
-    names = {str(one["comparison_id"]): look for look, one in enumerate(history, start=1)}
+    """Return the approvals of the candidates of this history: at which look, by whom, and of what."""
+    looks = {_after(one): look for look, one in enumerate(history, start=1)}
+    runs = {str(one["comparison_id"]): _after(one) for one in manifests}
     return [
         {
-            "look": names[one["comparison_id"]],
+            "look": looks[runs[one["comparison_id"]]],
             "by": blocks.clip(str(one.get("by", "unknown")), 60),
             "what": blocks.clip(
                 "; ".join(f"{s['rule']} on {s['region']}" for s in one.get("scope") or ()) or "the release",
@@ -153,7 +159,7 @@ def approved(
             ),
         }
         for one in approvals
-        if one.get("comparison_id") in names
+        if runs.get(str(one.get("comparison_id"))) in looks
     ]
 
 

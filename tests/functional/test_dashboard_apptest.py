@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,14 +17,17 @@ import pytest
 import streamlit as st
 from streamlit.testing.v1 import AppTest
 
+from audit.config import load_config
+from audit.pipeline import approve, gate_runs
 from audit.records import Cell, Outcome, Rule, RuleVerdict
 from audit.store import Store
-from dashboards import charts, forest, probe_view
+from dashboards import acceptance, charts, forest, probe_view, sound_view
 from dashboards.content import CONFIGS_VARIABLE
 from dashboards.data import STORE_VARIABLE
 from dashboards.theme import LIGHT
-from dashboards.views import log, overview
-from tests.dashboard_store import Audited, build
+from dashboards.views import effects, log, overview, trends
+from tests.dashboard_store import Audited, build, build_many, build_streams
+from tests.synthetic import World, release
 
 APP = Path(__file__).parents[2] / "dashboards" / "app.py"
 Look = Callable[..., AppTest]
@@ -311,3 +317,150 @@ def test_downloads_hold_every_cell(audited: Audited) -> None:
     assert isinstance(frame, pl.DataFrame)
     assert len(frame) == len(cells)
     assert frame["value"].to_list() == [cell.value for cell in cells]
+
+
+# --- approvals, trends, methods, streams ----------------------------------------------------------
+
+
+@pytest.fixture
+def failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[World, Path, str]:
+    """Return a failing audit that ann captured: its world, configuration and comparison."""
+    monkeypatch.setenv("ROLLOUT_AUDIT_AUTHOR", "ann@example.org")
+    world = World(tmp_path)
+    config = world.config(*release(world))
+    return world, config, str(gate_runs(load_config(config)).comparison_id)
+
+
+def test_the_shown_command_accepts_the_failing_rule(failed: tuple[World, Path, str]) -> None:
+    world, _, name = failed
+    app = open_page("compare", world.store.root, comparison=name)
+    app.text_input(key="approve by").set_value("bob@example.org")
+    app.text_input(key="approve reason").set_value("wanted; it's fine").run()
+    shown = [one.value for one in app.code]
+    assert len(shown) == 2
+    for line in shown:
+        command = shlex.split(line)
+        assert command[:3] == ["audit", "approve", name]
+        done = subprocess.run(
+            [sys.executable, "-m", *command], capture_output=True, text=True, check=False, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+    accepted = said(open_page("compare", world.store.root, comparison=name))
+    assert "accepted by approval" in accepted
+    listed = said(open_page("log", world.store.root))
+    assert "limit shift opening on opening" in listed
+    assert "wanted; it&#x27;s fine" in listed
+    assert ">counts<" in listed
+
+
+def test_an_approval_that_does_not_count_says_why(failed: tuple[World, Path, str]) -> None:
+    world, config, name = failed
+    given = {"reason": "wanted", "by": "bob@example.org", "expires": "2999-01-01"}
+    approve(world.store, name, rule="limit shift opening", **given)  # type: ignore[arg-type]
+    config.write_text(config.read_text().replace("within = 0.02", "within = 0.03"))
+    again = str(gate_runs(load_config(config)).comparison_id)
+    assert "the policy changed since" in said(open_page("compare", world.store.root, comparison=again))
+    app = open_page("log", world.store.root)
+    assert app.dataframe[0].value["remark"][0] == (
+        "attempt 2 on this pair; policy loosened: 'excess shift *' .02 → .03"
+    )
+
+
+def test_rules_of_one_name_cannot_be_accepted_and_it_says_so(failed: tuple[World, Path, str]) -> None:
+    from dataclasses import replace
+
+    world, _, name = failed
+    comparison, verdict = world.store.comparison(name), world.store.verdict(name)
+    assert verdict is not None
+    rule = verdict.policy.rules[0]
+    twice = replace(verdict, policy=replace(verdict.policy, rules=(rule, replace(rule, fail=0.5))))
+    limit = acceptance.commands(comparison, twice, "store", acceptance.Given())[0]
+    assert limit.line is None
+    assert "2 rules of the policy are called" in str(limit.obstacle)
+
+
+def test_trends_tell_a_drift_over_all_releases(tmp_path: Path) -> None:
+    world = World(tmp_path, n=24)
+    seeds = [world.run(f"seed-{i}", 0.25 + 0.002 * i) for i in range(-1, 2)]
+    base = world.run("base", 0.25, noise=0.001)
+    names = []
+    for i in range(11):
+        run = world.run(f"release-{i}", 0.25 + 0.004 * (i + 1), noise=0.001)
+        names.append(str(gate_runs(load_config(world.config(base, run, seeds, fail=0.5))).comparison_id))
+    newest = "base → release-10 · rollout"
+    app = open_page("trends", world.store.root, model=newest, region="opening")
+    assert app.selectbox[0].value == newest
+    assert "the attention map moves towards 'opening'" in app.warning[0].value.replace("\\", "")
+    assert "11 audits of <b>opening</b>" in said(app)
+    model = next(one for one in overview.models(world.store.comparisons()) if one.name in newest)
+    assert [one["comparison_id"] for one in trends.line(model, world.store.comparisons())] == names
+
+
+def test_methods_of_one_pair_are_held_against_each_other(audited: Audited) -> None:
+    app = open_page("compare", audited.store, comparison=audited.text_comparison, region="name")
+    shown = said(app)
+    assert "Rank correlation, over the probes, of the shift of <b>name</b>" in shown
+    store = Store(audited.store)
+    names = {"rollout": audited.text_comparison, "raw_attention": audited.other_method}
+    manifests = list(reversed(store.comparisons()))
+    assert effects.same_pair(store.comparison(audited.text_comparison), manifests) == names
+    found = effects.agreement("name", names)
+    assert found is not None
+    tables = [store.comparison_probes(name).filter(pl.col("region") == "name") for name in names.values()]
+    one, two = (table.sort("probe_id")["shift"].to_numpy() for table in tables)
+    ranks = [np.argsort(np.argsort(values)) for values in (one, two)]
+    if len({*one}) == len(one) and len({*two}) == len(two):
+        assert found["rollout", "raw_attention"] == pytest.approx(np.corrcoef(*ranks)[0, 1])
+    assert found["rollout", "rollout"] == pytest.approx(1.0)
+
+
+def test_streams_and_sounds_are_drawn(tmp_path: Path) -> None:
+    text, pair, sound, clip = build_streams(tmp_path)
+    shown = said(open_page("probe", tmp_path / "store", config=text, comparison=pair, probe="s-03"))
+    assert ">film</i>" in shown
+    assert shown.count("Part of the whole map on this stream") == 2
+    assert "decoder:&lt;i&gt;" in shown
+    drawn = said(open_page("probe", tmp_path / "store", config=sound, comparison=clip, probe="a-03"))
+    assert drawn.count('title="0.98–1.00 s') + drawn.count('title=".98–1.00 s') == 3
+    assert 'class="panels wide"' in drawn
+    assert drawn.count("data:image/png;base64,") == 3
+
+
+def test_spans_of_a_sound_keep_the_whole_map_and_put_low_frequencies_below() -> None:
+    starts = np.tile(np.arange(300) * 0.01, 2)
+    times = np.stack([starts, starts + 0.02], axis=1)
+    grid = sound_view.spans(times, np.zeros(600, dtype=bool))
+    weights = np.r_[np.ones(300), np.zeros(300)] / 300
+    shares = grid.summed(weights).reshape(grid.shape)
+    assert grid.shape == (2, 100)
+    assert shares.sum() == pytest.approx(1.0)
+    assert shares[0].sum() == 0.0
+    assert grid.times[[0, -1]] == pytest.approx(np.array([[0.0, 0.04], [2.97, 3.01]]))
+
+
+def test_spectrogram_is_bright_where_the_tone_is() -> None:
+    import io
+
+    from PIL import Image
+
+    tone = np.sin(2 * np.pi * 1000 * np.arange(16000) / 16000)
+    png = sound_view.spectrogram_png(tone, 16000)
+    pixels = np.asarray(Image.open(io.BytesIO(png)), dtype=float)
+    brightest = int(pixels.mean(axis=1).argmax())
+    assert 1 - brightest / pixels.shape[0] == pytest.approx(1000 / 8000, abs=0.03)
+
+
+def test_a_store_of_5000_runs_opens(failed: tuple[World, Path, str], tmp_path: Path) -> None:
+    many = build_many(failed[0].store.root, tmp_path / "many", runs=5000, comparisons=500)
+    os.environ[STORE_VARIABLE] = str(many)
+    assert "500 audits so far" in said(AppTest.from_file(str(APP), default_timeout=60).run())
+    app = open_page("runs", many, run=f"run-{4999:012x}")
+    assert len(app.dataframe[0].value) == 5000
+    assert "does not exist" not in said(app)
+    said(open_page("compare", many))
+
+
+def test_an_expired_link_of_a_probe_is_explained(audited: Audited) -> None:
+    app = open_page("probe", audited.store, comparison=audited.text_comparison, probe="gone")
+    assert "is not in this comparison" in said(app)
+    assert "gone" not in app.query_params.get("probe", [])
