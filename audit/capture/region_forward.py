@@ -34,6 +34,7 @@ from audit.capture.inputs import core_model
 from audit.capture.interface import KernelCall, Replacing, interface_capture
 from audit.capture.layers import CapturePlan, expected_calls
 from audit.capture.passes import exclusive, run_model
+from audit.capture.query_blocks import prunes
 from audit.capture.settings import MEASURED, ROLLOUT, FoldSettings
 from audit.errors import CaptureError
 
@@ -50,9 +51,7 @@ def settings_refusal(settings: FoldSettings) -> str | None:
         return f"{settings.method} is no product of fused attention matrices"
     if settings.residual == MEASURED:
         return "residuals are measured"
-    fusion = settings.fusion
-    pruned = fusion.get("discard_ratio") or fusion.get("discard_below") is not None or fusion.get("top_k")
-    if fusion.get("head_fusion", "mean") not in ("mean", "weighted") or pruned:
+    if prunes(settings):
         return "heads are fused and pruned row by row"
     return None
 

@@ -8,18 +8,10 @@ once:
 
 .. math:: \mathrm{vjp}_V(G)_{kj} = \sum_q A_{qk}\,G_{qj} = (r_j A)_k .
 
-One row on a CPU is cheaper still. With λ_i = log Σ_k exp(s q_i·k_k), the log-sum-exp that the kernel
-returns beside its output,
-
-.. math:: (rA)_k = \sum_i r_i\,e^{s\,q_i\cdot k_k - \lambda_i}
-          = \exp\Big(\operatorname{logsumexp}_i\, [\,s\,k_k\cdot q_i + \log r_i - \lambda_i\,]\Big),
-
-which is the log-sum-exp of a second call with queries and keys exchanged, log r_i - λ_i being one more
-dimension of the exchanged keys against a 1 in the exchanged queries. Causal masks are kept by turning
-both sequences around. Two forward calls replace one forward and one backward.
-
-Layers that the fused kernel cannot express go through blocks of queries, see
-:mod:`audit.capture.query_blocks`, which costs block × n for each head.
+That is one forward and one backward of the fused kernel for each layer, the best there is where blocks of
+weights are dear: on an accelerator. On a CPU, blocks of queries that stay in the cache cost about one
+forward call (measured: a third of the vector–Jacobian product), and so does any layer that the fused
+kernel cannot express: :mod:`audit.capture.query_blocks`.
 """
 
 from __future__ import annotations
@@ -44,9 +36,6 @@ from audit.capture.region_forward import fused_product, refusal, settings_refusa
 from audit.capture.settings import MEASURED, ROLLOUT, FoldSettings
 from audit.errors import CaptureError
 
-SMALLEST_SHARE = 1e-38
-"""In the place of zero under the logarithm; what it adds lies below float32's resolution."""
-
 
 def rows_times_attention(call: KernelCall, rows: Tensor, head_weights: Tensor | None = None) -> Tensor:
     """Return r·(Σ_h w_h A^h) for each row r, with equal weights where none are given.
@@ -64,12 +53,8 @@ def rows_times_attention(call: KernelCall, rows: Tensor, head_weights: Tensor | 
     Tensor (batch, row, key)
         Each with the sum of its row.
     """
-    if rows.shape[1] == 1 and _exchangeable(call):
-        heads = _exchanged(call, rows[:, 0])[:, :, None]
-    else:
-        heads = torch.cat(
-            [_pulled_back(call, part) for part in torch.split(rows, call.query.shape[-1], 1)], 2
-        )
+    width = call.query.shape[-1]
+    heads = torch.cat([_pulled_back(call, part) for part in torch.split(rows, width, 1)], dim=2)
     return heads.mean(dim=1) if head_weights is None else torch.einsum("h,bhrk->brk", head_weights, heads)
 
 
@@ -84,33 +69,6 @@ def _pulled_back(call: KernelCall, rows: Tensor) -> Tensor:
     spread = cotangent[:, None].expand(-1, heads, -1, -1)
     (pulled,) = torch.autograd.grad(output, value, spread)
     return pulled[..., : rows.shape[1]].transpose(2, 3)
-
-
-def _exchangeable(call: KernelCall) -> bool:
-    """Return whether torch's CPU kernel gives the log-sum-exp of this call."""
-    plain = call.mask is None and call.options.get("position_bias") is None
-    return plain and call.query.device.type == "cpu" and call.query.dtype != torch.float64
-
-
-def _exchanged(call: KernelCall, row: Tensor) -> Tensor:
-    """Return r·A^h by exchanging queries and keys: (batch, head, key)."""
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    query, key = call.query.float(), call.key.float()
-    heads, width, n = query.shape[1], query.shape[-1], query.shape[2]
-    if key.shape[1] != heads:
-        key = key.repeat_interleave(heads // key.shape[1], dim=1)
-    scale = call.options.get("scaling")
-    scale = width**-0.5 if scale is None else scale
-    causal = call.is_causal and n > 1
-    norm = kernel(query, key, key, 0.0, causal, scale=scale)[1].reshape(len(row), heads, n)
-    if causal:
-        query, key, norm, row = query.flip(2), key.flip(2), norm.flip(2), row.flip(1)
-    offset = (row.clamp_min(SMALLEST_SHARE).log()[:, None] - norm) / scale
-    blank = (-width - 1) % 8
-    left = torch.cat([key, torch.ones_like(key[..., :1]), key.new_zeros(*key.shape[:-1], blank)], dim=-1)
-    right = torch.cat([query, offset[..., None], query.new_zeros(*query.shape[:-1], blank)], dim=-1)
-    found: Tensor = kernel(left, right, right, 0.0, causal, scale=scale)[1].reshape(len(row), heads, n).exp()
-    return found.flip(2) if causal else found
 
 
 def row_batch(
@@ -166,12 +124,16 @@ def row_batch(
         return _down(calls, settings, read, valid), outputs
 
 
+def _fused_is_better(call: KernelCall, rows: Tensor, settings: FoldSettings) -> bool:
+    known = settings_refusal(settings) is None and refusal(call) is None
+    return known and rows.device.type != "cpu" and rows.shape[2] == call.key.shape[2]
+
+
 def _down(calls: list[KernelCall], settings: FoldSettings, read: Tensor, valid: Tensor) -> Tensor:
     rows = read.to(torch.promote_types(calls[0].query.dtype, torch.float32))
-    plain = settings_refusal(settings) is None
     for layer in range(len(calls) - 1, settings.start_layer - 1, -1):
         call, rho = calls.pop(), settings.residual_of(layer)
-        if plain and refusal(call) is None and rows.shape[2] == call.key.shape[2]:
+        if _fused_is_better(call, rows, settings):
             weights = settings.head_weights_of(layer)
             attended = rows_times_attention(call, rows, None if weights is None else rows.new_tensor(weights))
         else:

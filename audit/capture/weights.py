@@ -67,6 +67,8 @@ def attention_weights(
         column = sinks.to(dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], dim=-1)
     weights = torch.softmax(scores, dim=-1)
+    if mask is None:
+        return weights  # every query sees a key
     empty = torch.isneginf(scores.amax(dim=-1, keepdim=True))
     # Only pad rows have no key at all; zero keeps them from spreading NaN.
     return weights.masked_fill(empty, 0.0) if bool(empty.any()) else weights

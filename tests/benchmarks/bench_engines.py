@@ -155,7 +155,7 @@ def test_bert_base_at_2048_positions():
     engines = {
         "regions": (cases.regions, f"≤ {1 + 1.1 * share:.2f}× (attention's share {share:.2f}), ≤ +16 MB"),
         "row": (cases.row, "≤ 1.9×, ≤ +250 MB"),
-        "rows by vector–Jacobian product": (cases.several_rows, ""),
+        "64 rows": (cases.many_rows, ""),
         "row, top-k by query blocks": (cases.top_k_row, "≤ 2.5×, ≤ +300 MB"),
         "eager": (cases.eager, ""),
     }
@@ -235,5 +235,5 @@ def test_one_layer_at_8192_positions():
     one = cases.bert(8192, 1, layers=1)
     share = cases.attention_share(one)
     goal = f"≤ {1 + 1.1 * share:.2f}× (attention's share {share:.2f}), ≤ +64 MB"
-    engines = {"regions": (cases.regions, goal), "row": (cases.row, "≤ 2.8×, ≤ +800 MB for 12 layers")}
+    engines = {"regions": (cases.regions, goal), "row": (cases.row, "≤ 2.8×, ≤ +800 MB with 12 layers")}
     measure("BERT-base, 1 layer, n = 8,192, batch 1", one, engines, 1)

@@ -16,10 +16,11 @@ from audit.capture import query_blocks
 from audit.capture.batches import valid_positions
 from audit.capture.engine import BatchFold
 from audit.capture.inputs import core_model, encode_texts
+from audit.capture.interface import Replacing, interface_capture
 from audit.capture.layers import plan_capture
-from audit.capture.passes import fold_batch, run_model
+from audit.capture.passes import exclusive, fold_batch, run_model
 from audit.capture.region_forward import RegionFold, region_batch
-from audit.capture.row_backward import row_batch
+from audit.capture.row_backward import row_batch, rows_times_attention
 from audit.capture.settings import FoldSettings
 from audit.errors import CaptureError
 from audit.methods import attention_rollout
@@ -211,7 +212,7 @@ def dense_rows(
     return read @ fold.matrix
 
 
-@pytest.mark.parametrize("block", [2**22, 1], ids=["whole", "single-queries"])
+@pytest.mark.parametrize("block", [2**20, 1], ids=["whole", "single-queries"])
 @pytest.mark.parametrize("rows", [1, 3, 11])
 @pytest.mark.parametrize("params", VARIANTS, ids=str)
 @pytest.mark.parametrize(("family", "side"), [("bert", "right"), ("gpt2", "left"), ("llama", "right")])
@@ -227,22 +228,33 @@ def test_rows_equal_the_dense_engine(family, side, params, rows, block, monkeypa
     np.testing.assert_allclose(found, dense_rows(family, tensors, read, valid, settings), atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
-def test_one_row_by_exchanged_queries_and_keys_equals_the_dense_engine(family):
-    subject = text_checkpoint(family, attention="sdpa")
-    (item,) = encode_texts(subject, text_probes()[3:4], CaptureSettings())
-    valid = torch.ones(1, len(item), dtype=torch.bool)
-    plan, settings = plan_capture(core_model(subject.model)), FoldSettings()
+@pytest.mark.parametrize("rows", [1, 8, 11])
+@pytest.mark.parametrize(("family", "side"), [("bert", "right"), ("gpt2", "left"), ("llama", "right")])
+def test_vector_jacobian_product_gives_the_rows_of_each_layer(family, side, rows):
+    subject, tensors, valid = padded_case(family, side)
     torch.manual_seed(2)
-    for read in (torch.eye(len(item))[None, -1:], torch.rand(1, 1, len(item)).softmax(-1)):
-        found, _ = row_batch(subject.model, plan, dict(item.tensors), read, valid, settings=settings)
-        several, _ = row_batch(
-            subject.model, plan, dict(item.tensors), read.expand(-1, 2, -1), valid, settings=settings
-        )
-        expected = dense_rows(family, dict(item.tensors), read, valid, settings)
-        np.testing.assert_allclose(found, expected, atol=1e-6)
-        np.testing.assert_allclose(several, expected.expand(-1, 2, -1), atol=1e-6)
-        assert float(found.sum()) == pytest.approx(1, abs=1e-5)
+    drawn = torch.rand(2, rows, valid.shape[1]) * valid[:, None]
+    shares = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    seen = []
+
+    def attend(call: Any) -> Any:
+        weights = call.weights().masked_fill(~valid[:, None, :, None], 0)
+        for head_weights, fused in (
+            (None, weights.mean(dim=1)),
+            (shares, torch.einsum("h,bhqk->bqk", shares, weights)),
+        ):
+            found = rows_times_attention(call, drawn, head_weights)
+            np.testing.assert_allclose(found, drawn @ fused, atol=1e-5)
+        seen.append(call.path)
+        return call.run()
+
+    plan = plan_capture(core_model(subject.model))
+    with (
+        exclusive(subject.model, plan.configs),
+        interface_capture(plan.modules(), plan.configs, Replacing(attend)),
+    ):
+        run_model(subject.model, tensors)
+    assert len(seen) == 3
 
 
 @pytest.mark.parametrize("params", [{}, {"top_k": 2}], ids=str)
@@ -274,9 +286,10 @@ def test_rows_refuse_what_is_no_product():
 
 MEMORY = """
 import resource, sys, torch, transformers
+from audit.capture.interface import Replacing, interface_capture
 from audit.capture.layers import plan_capture
 from audit.capture.region_forward import RegionFold, region_batch
-from audit.capture.row_backward import row_batch
+from audit.capture.row_backward import row_batch, rows_times_attention
 from audit.capture.settings import FoldSettings
 n = int(sys.argv[1])
 torch.set_num_threads(1)
