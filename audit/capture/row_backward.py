@@ -8,10 +8,10 @@ once:
 
 .. math:: \mathrm{vjp}_V(G)_{kj} = \sum_q A_{qk}\,G_{qj} = (r_j A)_k .
 
-That is one forward and one backward of the fused kernel for each layer, the best there is where blocks of
-weights are dear: on an accelerator. On a CPU, blocks of queries that stay in the cache cost about one
-forward call (measured: a third of the vector–Jacobian product), and so does any layer that the fused
-kernel cannot express: :mod:`audit.capture.query_blocks`.
+That is one forward and one backward of the fused kernel for each layer, and taken on accelerators, where
+blocks of weights are dear (not measured yet). On a CPU, blocks of queries that stay in the cache cost
+about one forward call, and any layer that the fused kernel cannot express goes the same way:
+:mod:`audit.capture.query_blocks`.
 """
 
 from __future__ import annotations
