@@ -320,6 +320,7 @@ def approve(
         When the comparison is not stored.
     """
     today = today or datetime.now(UTC).date()
+    until = _expiry(expires, today, required=rule is not None)
     comparison = store.comparison(comparison_id)
     verdict = read_verdict(store, comparison_id, signers=signers, today=today)
     if verdict is None:
@@ -331,7 +332,7 @@ def approve(
         "bound": binding(store, comparison, verdict.policy),
         "reason": _text("reason", reason),
         "by": _text("by", by),
-        "expires": _expiry(expires, today, required=rule is not None),
+        "expires": until,
         "created": today.isoformat(),
     }
     if rule is None:
@@ -385,6 +386,12 @@ def _scope(verdict: Verdict, label: str, region: str | None) -> list[dict[str, s
     failing = [one for one in inside if one.outcome is Outcome.FAIL]
     if not failing:
         where = f" on {region}" if region else ""
+        accepted = dict.fromkeys(one.approved_by for one in inside if one.approved_by)
+        if accepted:
+            who = "; ".join(map(str, accepted))
+            raise ConfigError(
+                f"rule '{label}'{where} is already approved by {who}; nothing is left to approve"
+            )
         ended = "/".join(sorted({one.outcome.value for one in inside}))
         raise ConfigError(f"rule '{label}'{where} ended {ended}; only a FAIL can be approved")
     return [_scope_of(one) for one in failing]

@@ -190,6 +190,15 @@ def test_a_wrong_approval_is_refused_in_one_line_and_not_stored(failed, given, s
     assert world.store.approvals() == []
 
 
+def test_what_is_approved_already_says_by_whom_and_a_past_date_is_named_first(failed):
+    world, _, comparison = failed
+    accept(world, comparison, LIMIT)
+    with pytest.raises(ConfigError, match=f"is already approved by {REVIEWER} until 2999-01-01"):
+        accept(world, comparison, LIMIT)
+    with pytest.raises(ConfigError, match="--expires 2001-01-01 has passed"):
+        accept(world, comparison, LIMIT, expires="2001-01-01")
+
+
 def test_only_a_fail_can_be_approved(world):
     base, _, replicates = release(world)
     config = world.config(base, world.run("same", 0.25), replicates)
