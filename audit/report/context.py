@@ -28,7 +28,7 @@ class ReportContext:
     log_head : str or None
         Digest of the newest entry of the store's log.
     attempt : int or None
-        How often this policy was judged on this pair, the present time included.
+        How often this pair was judged under any policy, the present time included.
     loosened_since : str or None
         When the policy was last made more permissive, if it was.
     report : str or None
@@ -59,11 +59,11 @@ class ReportContext:
         Examples
         --------
         >>> ReportContext(log_head="5f3a", attempt=3).log_lines
-        ('Attempt 3 for this pair and policy.', 'Log head 5f3a.')
+        ('Attempt 3 for this pair.', 'Log head 5f3a.')
         """
         lines = []
         if self.attempt is not None and self.attempt > 1:
-            lines.append(f"Attempt {self.attempt} for this pair and policy.")
+            lines.append(f"Attempt {self.attempt} for this pair.")
         if self.loosened_since:
             lines.append(f"Policy loosened since {self.loosened_since}.")
         if self.log_head:

@@ -475,7 +475,7 @@ def test_html_shows_every_section_of_a_full_case():
         "What this map can and cannot tell",
         "data/probes/digits.jsonl",
         "the region is empty in every probe",
-        "Attempt 3 for this pair and policy.",
+        "Attempt 3 for this pair.",
         "9f" * 32,
         "“Emily” (position 1)",
         "Positions only: the report holds no content.",
