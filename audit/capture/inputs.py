@@ -52,9 +52,15 @@ class Encoded:
 
 
 def core_model(model: nn.Module) -> Any:
-    """Return the transformers model inside a PEFT wrapper, or `model` itself."""
-    get_base = getattr(model, "get_base_model", None)
-    return get_base() if callable(get_base) else model
+    """Return the transformers model inside a compiled or PEFT wrapper, or `model` itself."""
+    get_base = getattr(uncompiled(model), "get_base_model", None)
+    return uncompiled(get_base() if callable(get_base) else model)
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Return the module inside what `torch.compile` returns, or `model` itself."""
+    inner = getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else model
 
 
 def text_tokenizer(checkpoint: Checkpoint) -> Any:

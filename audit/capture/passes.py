@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from audit.capture.check import check_counts, check_rows, check_values
 from audit.capture.engine import BatchFold
 from audit.capture.hooks import Replay, counted_calls, hook_capture
-from audit.capture.inputs import accepted_arguments, core_model
+from audit.capture.inputs import accepted_arguments, core_model, uncompiled
 from audit.capture.interface import AttentionCall, Receiver, config_locks, interface_capture
 from audit.capture.layers import CapturePlan, expected_calls, narrow_plan
 from audit.errors import CaptureError
@@ -22,18 +22,55 @@ from audit.errors import CaptureError
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """Put `model` in eval mode without gradients and with a fixed random state; all comes back."""
+    """Put `model` in eval mode, uncompiled, without gradients and with a fixed random state; all comes back.
+
+    Compiled code would be compiled again for each length, and around every call that is watched.
+
+    Raises
+    ------
+    CaptureError
+        When the model is spread over devices, or parts of it are not loaded.
+    """
+    _check_one_device(model)
     training = [module for module in model.modules() if module.training]
     devices = [model.device] if getattr(model, "device", torch.device("cpu")).type == "cuda" else []
     try:
         for module in training:
             module.training = False
-        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        with torch.no_grad(), torch.random.fork_rng(devices=devices), _run_as_written(model):
             torch.manual_seed(0)
             yield
     finally:
         for module in training:
             module.training = True
+
+
+def _check_one_device(model: nn.Module) -> None:
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1 or devices == ["meta"]:
+        where = ", ".join("offloaded" if device == "meta" else device for device in devices)
+        raise CaptureError(
+            f"{type(core_model(model)).__name__} does not lie on one device ({where}), as device_map may "
+            "leave it; load it whole on one, such as device_map = {'': 'cpu'}"
+        )
+
+
+@contextmanager
+def _run_as_written(model: nn.Module) -> Iterator[None]:
+    """Call modules that `torch.compile` wraps, or that were compiled in place, as if they were not."""
+    in_place = {m: call for m in model.modules() if (call := getattr(m, "_compiled_call_impl", None))}
+    wrappers = {m: m.__dict__["forward"] for m in model.modules() if uncompiled(m) is not m}
+    try:
+        for module in in_place:
+            module._compiled_call_impl = None
+        for module in wrappers:  # whose own __setattr__ would reach the module inside
+            module.__dict__["forward"] = uncompiled(module)
+        yield
+    finally:
+        for module, call in in_place.items():
+            module._compiled_call_impl = call
+        for module, forward in wrappers.items():
+            module.__dict__["forward"] = forward
 
 
 def run_model(
@@ -58,7 +95,7 @@ def run_model(
         options["output_attentions"] = True
     if "logits_to_keep" in accepted and not keep_logits:
         options["logits_to_keep"] = 1
-    return model(**place(tensors, core.device, core.dtype), **options)
+    return uncompiled(model)(**place(tensors, core.device, core.dtype), **options)
 
 
 def place(tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
