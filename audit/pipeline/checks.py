@@ -2,11 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from audit._region_parse import nearest
 from audit.errors import ConfigError
-from audit.records import Region, Rule
+from audit.records import CheckpointInfo, Probe, ProbeSet, Region, Rule
+
+CLASSIFIERS = ("ForSequenceClassification", "ForImageClassification", "ForAudioClassification")
+"""Endings of the model classes whose labels must be classes of the checkpoint."""
+
+_SHOWN = 3
+
+
+def classes_of(checkpoint: CheckpointInfo) -> tuple[str, ...]:
+    """Return the classes of a classifier, nothing for a regression and every other task.
+
+    >>> classes_of(CheckpointInfo("a", "", "", "", architecture="ViTModel", labels=("no", "yes")))
+    ()
+    """
+    named = (checkpoint.architecture or "").endswith(CLASSIFIERS)
+    return checkpoint.labels if named and len(checkpoint.labels) > 1 else ()
+
+
+def is_class(label: str, classes: Sequence[str]) -> bool:
+    """Return whether a label, or every one of several that are joined by commas, is one of the classes.
+
+    >>> is_class("good", ["good", "bad"]), is_class("good, bad", ["good", "bad"]), is_class("fine", ["good"])
+    (True, True, False)
+    """
+    return label in classes or all(part in classes for part in label.split(", ") if part)
+
+
+def label_note(probes: ProbeSet, checkpoint: CheckpointInfo, name: str) -> str | None:
+    """Return one line on labels that are no class of a classifier, None where all are or there are none.
+
+    Parameters
+    ----------
+    probes : ProbeSet
+    checkpoint : CheckpointInfo
+    name : str
+        Where the probes were read from.
+    """
+    classes = classes_of(checkpoint)
+    labelled = [probe for probe in probes if probe.label is not None]
+    unknown = [text for probe in labelled for text in _unknown(probe, classes)] if classes else []
+    if not unknown:
+        return None
+    shown = list(dict.fromkeys(unknown))
+    more = ", …" if len(shown) > _SHOWN else ""
+    known = ", ".join(classes[:_SHOWN]) + (", …" if len(classes) > _SHOWN else "")
+    return (
+        f"{len(unknown)} of {len(labelled)} labels in {Path(name).name} are no class of {checkpoint.ref} "
+        f"({', '.join(map(repr, shown[:_SHOWN]))}{more}; its classes are {known}); such probes count in no "
+        "accuracy; mend the labels, or the checkpoint's id2label"
+    )
+
+
+def _unknown(probe: Probe, classes: Sequence[str]) -> Iterable[str]:
+    """Return a probe's label as text where it is no class: at most one for each probe."""
+    label = probe.label
+    if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(classes):
+        return ()
+    parts = label if isinstance(label, list | tuple) else [label]
+    return [str(part) for part in parts if not is_class(str(part), classes)][:1]
 
 
 def check_rules(rules: Sequence[Rule], regions: Sequence[Region]) -> None:

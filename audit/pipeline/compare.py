@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from audit._domain import compare_distributions
+from audit._resampling import encode_groups
 from audit.compare import compare_distances, compare_interaction, compare_tables
 from audit.config import RESAMPLES
 from audit.errors import NothingEvaluatedError, ProbeError
@@ -87,10 +88,21 @@ def compare_runs(
         outline(before, after, replicates=repeats, domain=domain, paired=paired, statistics=statistics),
         cells=tuple(cells),
         n_probes=len(after.shares.probe_ids),
-        n_clusters=len(set(after.groups)) if after.groups else None,
+        n_clusters=_n_clusters(after) if paired else _smaller(_n_clusters(before), _n_clusters(after)),
         identical_maps=identical,
         predictions=prediction_changes(before, after) if paired else {},
     )
+
+
+def _n_clusters(run: RunData) -> int | None:
+    """Return the number of groups, a probe without one being its own; None where no probe has one."""
+    codes = encode_groups(run.groups, len(run.groups)) if run.groups else None
+    return None if codes is None else len(np.unique(codes))
+
+
+def _smaller(one: int | None, other: int | None) -> int | None:
+    """Return the smaller number of groups of two probe sets, which count only where both have them."""
+    return None if one is None or other is None else min(one, other)
 
 
 def outline(

@@ -17,7 +17,7 @@ from audit._method_parameters import TARGETED
 from audit.config import AuditConfig, CheckpointSection, ReplicateSection
 from audit.errors import CheckpointError, ConfigError, ProbeError
 from audit.models import checkpoint_info, compatible_targets
-from audit.pipeline.checks import check_replicates, check_rules
+from audit.pipeline.checks import check_replicates, check_rules, label_note
 from audit.probes import read_probes
 from audit.records import (
     CaptureSettings,
@@ -129,8 +129,21 @@ def plan_audit(config: AuditConfig) -> tuple[RunPlan, ...]:
     for plan in plans:
         check_rules(config.policy().rules, plan.spec.regions)
     check_replicates([(plan.role, plan.source.ref, plan.spec.checkpoint.weights_digest) for plan in plans])
+    _tell_unknown_labels(plans)
     order = {plan.source.ref: i for i, plan in reversed(list(enumerate(plans)))}
     return tuple(sorted(plans, key=lambda p: (order[p.source.ref], p.source.adapter is None)))
+
+
+def _tell_unknown_labels(plans: Sequence[RunPlan]) -> None:
+    """Say once for each probe set which labels are no class of the checkpoint."""
+    told: set[ProbeSource] = set()
+    for plan in plans:
+        text = None
+        if plan.probes not in told:
+            text = label_note(load_probes(plan.probes), plan.spec.checkpoint, plan.probes.path)
+        if text is not None:
+            told.add(plan.probes)
+            LOG.warning(text)
 
 
 def frozen_elsewhere(config: AuditConfig) -> bool:

@@ -124,7 +124,8 @@ def _stored(config: AuditConfig) -> tuple[RunData, list[RunData]]:
 def _unknown(config: AuditConfig) -> dict[str, Spread]:
     probes = load_probes(probe_source(config))
     names = [region.name for region in audit_regions(config, probes)]
-    units = len({probe.group for probe in probes}) if any(probe.group for probe in probes) else len(probes)
+    codes = encode_groups([probe.group for probe in probes], len(probes))
+    units = len(probes) if codes is None else len(np.unique(codes))
     return {name: Spread(units=units) for name in names}
 
 

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from audit.pipeline.checks import classes_of, is_class
 from audit.pipeline.runs import RunData
 from audit.records import Comparison
 
@@ -33,15 +35,33 @@ def prediction_changes(before: RunData, after: RunData) -> Mapping[str, Any]:
     if None in old or None in new:
         return found  # a backbone without a task head predicts nothing
     found |= {"n": len(old), "changed": int((old != new).sum())}
-    labels = np.array(one["label"].to_list(), dtype=object)
+    labels = one["label"].to_list()
     if None not in labels:
-        right_before, right_after = old == labels, new == labels
-        found |= {
-            "accuracy_before": float(right_before.mean()),
-            "accuracy_after": float(right_after.mean()),
-            "newly_wrong": int((right_before & ~right_after).sum()),
-            "fixed": int((~right_before & right_after).sum()),
-        }
+        found |= _accuracy(old, new, labels, _counted(labels, before))
+    return found
+
+
+def _counted(labels: list[str], run: RunData) -> NDArray[np.bool_]:
+    """Return which labels the checkpoint could have predicted at all."""
+    classes = () if run.store is None else classes_of(run.store.spec(run.ref.run_id).checkpoint)
+    return np.array([not classes or is_class(label, classes) for label in labels], dtype=bool)
+
+
+def _accuracy(
+    old: NDArray[Any], new: NDArray[Any], labels: list[str], counted: NDArray[np.bool_]
+) -> dict[str, Any]:
+    """Return what the labels tell, over the probes that count."""
+    if not counted.any():
+        return {}
+    right_before, right_after = ((one == np.array(labels, dtype=object))[counted] for one in (old, new))
+    found: dict[str, Any] = {
+        "accuracy_before": float(right_before.mean()),
+        "accuracy_after": float(right_after.mean()),
+        "newly_wrong": int((right_before & ~right_after).sum()),
+        "fixed": int((~right_before & right_after).sum()),
+    }
+    if not counted.all():
+        found["probes_with_a_known_label"] = int(counted.sum())
     return found
 
 

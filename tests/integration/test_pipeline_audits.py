@@ -7,7 +7,7 @@ import pytest
 
 from audit.config import load_config
 from audit.errors import ConfigError, NothingEvaluatedError
-from audit.pipeline import run_audit
+from audit.pipeline import plan_sensitivity, run_audit
 from audit.records import Outcome
 from audit.report import to_html
 from audit.store import Store
@@ -98,6 +98,21 @@ def test_labels_that_are_no_classes_say_why_nothing_was_confirmed(project, model
     assert "no such class" in note
 
 
+def test_labels_that_are_no_classes_are_told_once_and_count_in_no_accuracy(project, models, caplog):
+    rows = tiny.text_rows()
+    wrong = [{**row, "label": "good" if i < 6 else row["label"]} for i, row in enumerate(rows)]
+    tiny.write_rows(project / "probes.jsonl", wrong)
+    with caplog.at_level("WARNING", logger="audit"):
+        _, comparison = audited(write_config(project, models=models))
+    (line,) = [record.getMessage() for record in caplog.records if "no class" in record.getMessage()]
+    assert line.startswith("6 of 24 labels in probes.jsonl are no class of ")
+    assert "('good'; its classes are negative, positive, neutral)" in line
+    predicted = Store(project / "store").predictions(comparison.before.run_id)["predicted"].to_list()
+    right = [row["label"] == one for row, one in zip(rows[6:], predicted[6:], strict=True)]
+    assert comparison.predictions["accuracy_before"] == pytest.approx(sum(right) / 18)
+    assert comparison.predictions["probes_with_a_known_label"] == 18
+
+
 def test_text_pairs_have_regions_in_each_part(project, models):
     rows = [
         {
@@ -117,6 +132,19 @@ def test_text_pairs_have_regions_in_each_part(project, models):
     assert shift(comparison, "claim").n_probes == 24
     positions = Store(project / "store").map_of(comparison.before.run_id, "r-0").positions
     assert set(positions.parts[~positions.special]) == {0, 1}
+
+
+def test_a_probe_without_a_group_is_a_group_of_its_own_everywhere(project, models):
+    rows = [{**row, **({"group": f"g-{i % 4}"} if i < 16 else {})} for i, row in enumerate(tiny.text_rows())]
+    tiny.write_rows(project / "probes.jsonl", rows)
+    path = write_config(project, models=models)
+    (planned,) = plan_sensitivity(load_config(path)).rules  # nothing is stored yet
+    _, comparison = audited(path)
+    assert shift(comparison, "opinion").n_clusters == comparison.n_clusters == planned.spread.units == 4 + 8
+    tiny.write_rows(project / "domain.jsonl", [{**row, "group": "one"} for row in tiny.text_rows(6)])
+    more = '[domain]\npath = "domain.jsonl"\n'
+    _, comparison = audited(write_config(project, models=models, after=None, more=more))
+    assert shift(comparison, "opinion", effect="data").n_clusters == comparison.n_clusters == 1
 
 
 def test_groups_are_the_unit_and_segments_have_rules_of_their_own(project, models):
