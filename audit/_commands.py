@@ -108,7 +108,7 @@ def replicate(
     config: Annotated[Path, typer.Argument(metavar="[CONFIG]", help="An audit.toml.")] = Path("audit.toml"),
     as_json: Json = False,
 ) -> None:
-    """Train the harmless replicates that are missing, with the command of [[replicates]]."""
+    r"""Train the harmless replicates that are missing, with the command of [\[replicates]]."""
     from audit.config import load_config
     from audit.pipeline import train_replicates
 

@@ -83,6 +83,23 @@ def _usage_or_bug(error: Exception) -> None:
     sys.exit(int(ExitCode.BUG))
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from audit import __version__
+
+        say(f"rollout-audit {__version__}")
+        raise typer.Exit(0)
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Take the options of the program itself."""
+
+
 @app.command()
 def run(
     config: ConfigPath = DEFAULT_CONFIG,
@@ -137,7 +154,7 @@ def compare(
     """Compare two stored runs, without a policy."""
     from audit.pipeline import compare_runs, publish
 
-    where = _store(store)
+    where = _existing(store)
     identifier = publish(where, compare_runs(before, after, replicates=replicate or (), store=where), None)
     emit(where, identifier, None, None, Outputs(as_json=as_json))
 
@@ -159,7 +176,7 @@ def gate(
 
     permitted = _permitted(allow, allow_mismatch)
     if target.startswith("cmp-"):
-        where, settings = _store(store), None
+        where, settings = _existing(store), None
         verdict = gate_comparison(where, target, allow=permitted)
     else:
         settings = _with_store(load_config(target), store)
@@ -198,7 +215,7 @@ def report(
     from audit.pipeline import read_verdict, signers_of
 
     settings = load_config(config) if config is not None else None
-    where = _store(store or (settings.store.url if settings else None))
+    where = _existing(store or (settings.store.url if settings else None))
     verdict = read_verdict(where, comparison, signers=signers_of(settings))
     emit(where, comparison, verdict, settings, Outputs(html, markdown, junit, as_json))
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from audit.errors import AuditError, StoreError
+from audit.errors import AuditError, NothingEvaluatedError, StoreError
 from audit.gate import evaluate_gate
 from audit.pipeline.compare import Statistics, compare_runs
 from audit.pipeline.runs import RunData, read_run
@@ -67,7 +67,16 @@ def verify_store(
     Returns
     -------
     Verification
+
+    Raises
+    ------
+    NothingEvaluatedError
+        When there is no store.
     """
+    if not names and not any((store.root / part).is_dir() for part in ("runs", "comparisons", "log")):
+        raise NothingEvaluatedError(
+            f"{store.root} is no store: it holds no run, comparison or log; mend --store, or capture first"
+        )
     names = tuple(names) or (*store.run_ids(), *store.comparison_ids())
     damaged = {name: store.verify(name) for name in names}
     problems = [problem for found in damaged.values() for problem in found]

@@ -74,20 +74,31 @@ def head(directory: Path) -> str:
     return str(read_entry(paths[-1])["digest"]) if paths else GENESIS
 
 
+def gaps(directory: Path) -> list[str]:
+    """Return one line for each place where entries before the last are missing."""
+    found, expected = [], 0
+    for path in entry_paths(directory):
+        index = int(path.stem)
+        if index > expected:
+            which = f"{expected:08d}" if index == expected + 1 else f"{expected:08d} to {index - 1:08d}"
+            found.append(f"{directory}: an entry is missing ({which}); restore the log from a backup")
+        expected = index + 1
+    return found
+
+
 def problems(directory: Path, known_head: str | None = None) -> list[str]:
     """Return what is wrong with the log: changed or missing entries, a head that is gone."""
-    found: list[str] = []
-    previous, heads = GENESIS, {GENESIS}
-    for index, path in enumerate(entry_paths(directory)):
+    found = gaps(directory)
+    previous, heads, expected = GENESIS, {GENESIS}, 0
+    for path in entry_paths(directory):
+        follows, expected = int(path.stem) == expected, int(path.stem) + 1
         try:
             entry = read_entry(path)
         except StoreError as error:
             found.append(str(error))
             previous = ""
             continue
-        if int(path.stem) != index:
-            found.append(f"{path}: expected entry {index:08d}; an entry is missing")
-        elif previous and entry["previous"] != previous:
+        if follows and previous and entry["previous"] != previous:
             found.append(f"{path}: does not follow the entry before it; an entry was replaced")
         previous = entry["digest"]
         heads.add(previous)

@@ -48,12 +48,17 @@ def _check_rows(path: Path, entry: dict[str, Any]) -> None:
 
 def _log_problems(root: Path, path: Path, manifest: dict[str, Any]) -> list[str]:
     try:
-        seals = {entry["payload"].get("seal") for entry in _log.read(root / "log")}
+        payloads = [entry["payload"] for entry in _log.read(root / "log")]
     except StoreError as error:
         return [str(error)]
-    if manifest["seal"] in seals:
+    if manifest["seal"] in {payload.get("seal") for payload in payloads}:
         return []
-    return [f"{path} is not the manifest that the log recorded; restore the store from a backup"]
+    name = path.parent.name
+    recorded = any(
+        "seal" in one and name in (one.get("run_id"), one.get("comparison_id")) for one in payloads
+    )
+    missing = [] if recorded else _log.gaps(root / "log")
+    return missing or [f"{path} is not the manifest that the log recorded; restore the store from a backup"]
 
 
 # --- removal ----------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from audit import __version__
 from audit.errors import ExitCode
 from audit.store import Store
 from tests import tiny_audits as tiny
@@ -232,9 +233,19 @@ def test_what_is_not_stored_is_named_with_the_store(audit, project, models, comm
 
 
 def test_a_store_that_does_not_exist_is_named(audit, project):
-    done = audit("list", "--store", "stroe")
-    assert done.code == ExitCode.STORE
-    assert "stroe does not exist" in done.error
+    for command in (("list",), ("gate", "cmp-000000000000"), ("report", "cmp-000000000000"), ("verify",)):
+        done = audit(*command, "--store", "stroe")
+        assert done.code == ExitCode.STORE
+        assert "stroe does not exist" in done.error
+        assert not (project / "stroe").exists()
+    assert audit("verify").code == ExitCode.NOTHING_EVALUATED
+    assert "mend --store" in audit("verify").error
+
+
+def test_help_keeps_square_brackets_and_the_version_is_told(audit):
+    assert "command of [[replicates]]" in " ".join(audit("replicate", "--help").out.split())
+    done = audit("--version")
+    assert (done.code, done.out.strip()) == (ExitCode.PASS, f"rollout-audit {__version__}")
 
 
 def test_a_corrupted_part_is_named_and_refused(audit, project, models):

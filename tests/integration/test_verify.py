@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from audit.config import load_config
+from audit.errors import NothingEvaluatedError
 from audit.pipeline import approve, gate_runs, verify_store
 from audit.pipeline.publish import probe_table
 from audit.records import Outcome
@@ -143,3 +144,19 @@ def test_verify_on_the_command_line(copy, tmp_path):
     assert done.returncode == 14
     assert str(path) in done.stdout
     assert cli("verify", "--store", tmp_path / "nowhere").returncode == 14
+
+
+def test_one_deleted_entry_of_the_log_is_one_line(copy):
+    for path in sorted((copy / "log").glob("*.json"))[:-1]:
+        content = path.read_bytes()
+        path.unlink()
+        (problem,) = verify_store(Store(copy), recompute=False).problems
+        assert problem == f"{copy / 'log'}: an entry is missing ({path.stem}); restore the log from a backup"
+        path.write_bytes(content)
+    assert verify_store(Store(copy), recompute=False).problems == ()
+
+
+def test_a_folder_that_is_no_store_is_refused(tmp_path):
+    (tmp_path / "notes.txt").write_text("no store")
+    with pytest.raises(NothingEvaluatedError, match=r"is no store.*mend --store"):
+        verify_store(Store(tmp_path))
