@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import typer
@@ -55,3 +56,18 @@ def test_every_public_name_is_documented(name: str) -> None:
 def test_every_relative_link_leads_to_a_file(document: Path) -> None:
     targets = re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", document.read_text(encoding="utf-8"))
     assert [target for target in targets if not (document.parent / target).exists()] == []
+
+
+def test_the_gallery_shows_every_kind_of_input_in_small_files_linked_from_the_methods() -> None:
+    drawings = sorted((ROOT / "docs" / "gallery").glob("*.svg"))
+    assert {path.stem for path in drawings} == {"text", "image", "audio", "seq2seq", "clip"}
+    assert sum(path.stat().st_size for path in drawings) < 300_000
+    page = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
+    methods = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+    assert "(gallery.md)" in methods
+    for path in drawings:
+        assert f"](gallery/{path.name})" in page
+        assert f"](gallery/{path.name})" in methods
+        drawing = ElementTree.parse(path).getroot()
+        assert drawing.find("{http://www.w3.org/2000/svg}title") is not None
+        assert sum(1 for _ in drawing.iter("{http://www.w3.org/2000/svg}rect")) > 5
