@@ -33,8 +33,8 @@ AGREEMENT = 1e-5
 LAYERS = int(os.environ.get("BENCH_LAYERS", "12"))
 """Fewer for a short run, which flatters `row` and `streaming`: each is cheap in one layer."""
 FEW = (
-    "Fewer than 12 layers flatter two engines: `row` needs one query of the last layer, `streaming` no product in "
-    "the first, so both are dearer with 12; regions and eager cost the same in every layer."
+    "Fewer than 12 layers flatter two engines: `row` needs one query of the last layer, `streaming` no product "
+    "in the first, so both are dearer with 12; regions and eager cost the same in every layer."
 )
 SHARED = os.getloadavg()[0] > (os.cpu_count() or 1)
 
@@ -64,7 +64,7 @@ def heading() -> list[str]:
         "Written by `make bench` (tests/benchmarks/bench_engines.py). Ratios are to the plain fused forward",
         "pass of the same round: medians, with the lowest and highest. Memory is the median peak",
         "of the process above that of the plain pass. Random weights, float32. `eager` keeps every layer's",
-        "weights and multiplies them afterwards.",
+        "weights and multiplies them afterwards. Memory scatters by some tens of MB.",
         "",
         machine,
         shared,
