@@ -33,8 +33,8 @@ AGREEMENT = 1e-5
 LAYERS = int(os.environ.get("BENCH_LAYERS", "12"))
 """Fewer for a short run, which flatters `row` and `streaming`: each is cheap in one layer."""
 FEW = (
-    "Fewer than 12 layers flatter two engines: `row` needs one query of the last layer, `streaming` no product "
-    "in the first, so both are dearer with 12; regions and eager cost the same in every layer."
+    "Fewer than 12 layers flatter two engines: `row` needs one query of the last layer, `streaming` no "
+    "product in the first, so both are dearer with 12; regions and eager cost the same in every layer."
 )
 SHARED = os.getloadavg()[0] > (os.cpu_count() or 1)
 
