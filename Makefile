@@ -10,8 +10,8 @@ STAMP := $(VENV)/.installed
 CANDIDATES := python3.11 python3.12 python3.13 python3
 SUITES := tests/unit tests/integration tests/functional
 
-# Small models on few cores: more threads only wait for each other.
-export OMP_NUM_THREADS ?= 2
+# Small models on few cores: threads only wait for each other, so that tests run in two processes instead.
+export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 export PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS ?= 120
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
@@ -28,9 +28,9 @@ demo: $(STAMP) ## Train small models, plant shortcuts in them and audit them (3 
 
 test: $(STAMP) ## Run every test: unit, integration, functional, browser, and the examples in docstrings
 	@if chromium="$$(bash .ci/chromium)"; then \
-	    CHROMIUM="$$chromium" $(BIN)/python -m pytest --doctest-modules audit $(SUITES) tests/browser; \
+	    CHROMIUM="$$chromium" $(BIN)/python -m pytest -n 2 --dist loadfile --doctest-modules audit $(SUITES) tests/browser; \
 	else \
-	    $(BIN)/python -m pytest --doctest-modules audit $(SUITES); \
+	    $(BIN)/python -m pytest -n 2 --dist loadfile --doctest-modules audit $(SUITES); \
 	    echo "tests/browser was NOT run: install Chromium as said above, then run make test again"; \
 	fi
 

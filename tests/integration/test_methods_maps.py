@@ -62,6 +62,8 @@ CASES = [
 
 @pytest.mark.parametrize(("method", "family"), CASES)
 def test_a_map_is_the_same_alone_in_a_batch_and_in_any_order(method: Method, family: str) -> None:
+    # Occlusion divides differences of two logits by their sum, which magnifies the last bits of both.
+    atol = 1e-5 if method.name == "occlusion" else 1e-6
     subject, probes = family_checkpoint(family, "sdpa"), family_probes(family)
     probes = [*probes, Probe("twin", text=probes[0].text, image=probes[0].image, label=probes[1].label)]
     together = list(capture(subject, probes, method=method, target=1))
@@ -72,11 +74,11 @@ def test_a_map_is_the_same_alone_in_a_batch_and_in_any_order(method: Method, fam
         assert a.maps[0].probe_id == probe.id
         assert abs(float(a.maps[0].weights.sum()) - 1) < 1e-6
         assert (a.maps[0].weights >= 0).all()
-        np.testing.assert_allclose(a.maps[0].weights, b.maps[0].weights, atol=1e-6)
-        np.testing.assert_allclose(a.maps[0].weights, c.maps[0].weights, atol=1e-6)
+        np.testing.assert_allclose(a.maps[0].weights, b.maps[0].weights, atol=atol)
+        np.testing.assert_allclose(a.maps[0].weights, c.maps[0].weights, atol=atol)
         if a.maps[0].layers is not None:
-            np.testing.assert_allclose(a.maps[0].layers, b.maps[0].layers, atol=1e-6)
-    np.testing.assert_allclose(together[0].maps[0].weights, together[-1].maps[0].weights, atol=1e-6)
+            np.testing.assert_allclose(a.maps[0].layers, b.maps[0].layers, atol=atol)
+    np.testing.assert_allclose(together[0].maps[0].weights, together[-1].maps[0].weights, atol=atol)
     assert np.abs(together[0].maps[0].weights - together[0].maps[0].weights.mean()).max() > 1e-3
 
 
