@@ -22,7 +22,15 @@ FLOOR = '[[replicates]]\nfloor = "floor.json"\n'
 ABSENT = ("torch", "transformers", "peft", "safetensors", "tokenizers", "prefect", "streamlit")
 FRESH = f"""
 import sys
-sys.modules.update(dict.fromkeys({ABSENT}))
+
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {ABSENT}:
+            raise ModuleNotFoundError(name + " is not installed")
+
+
+sys.meta_path.insert(0, Absent())
 from audit.cli import main
 main()
 """
