@@ -352,6 +352,7 @@ def judge_excess(
         return replace(found, sentence=sentence, **facts)
     large = effect_of(cell, test.excess) >= policy.effect_floor
     sampled = _probe_sets_explain(cell, test)
+    explained = None if sampled else explained
     outcome, reason, needed = Outcome.INCONCLUSIVE, None, None
     if adjusted <= policy.alpha and large and not sampled:
         outcome = Outcome.FAIL
@@ -366,6 +367,8 @@ def judge_excess(
                 f"larger than re-training explains, but below the effect floor of {policy.effect_floor:g}"
             )
         needed = replicates_needed(cell, rule, floor, within=within, rules=max(tests, 1), policy=policy)
+        if sampled:
+            needed = "more probes in both probe sets"
     failed_from = policy.effect_floor if outcome is Outcome.FAIL else None
     numbers = excess_numbers(test, within, rule, adjusted, tests, failed_from)
     return base_verdict(

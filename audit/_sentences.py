@@ -97,9 +97,11 @@ def measured(cell: Cell) -> str:
     parts = []
     if cell.before is not None and cell.after is not None and cell.measure != "level":
         ends = decimals_for(cell.before, cell.after)
-        kind = "shift" if cell.effect == "interaction" else "share"
-        parts.append(f"{kind} {number(cell.before, ends)} → {number(cell.after, ends)}")
+        one, two = number(cell.before, ends), number(cell.after, ends)
+        both = f"shift {one} on the first probe set and {two} on the second"
+        parts.append(both if cell.effect == "interaction" else f"share {one} → {two}")
     name = "share after" if cell.measure == "level" else _name(cell.measure)
+    name = "difference" if cell.effect == "interaction" and cell.measure == "shift" else name
     text = f"{name} {number(cell.value, digits, signed=signed)}"
     if cell.interval is not None:
         text += " [{}, {}]".format(*(number(v, digits, signed=signed) for v in cell.interval))
