@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CANDIDATES := python3.11 python3.12 python3.13 python3
-SUITES := tests/unit tests/integration tests/functional
+PYTEST := $(BIN)/python -m pytest
 
 # Small models on few cores: threads only wait for each other, so that tests run in two processes instead.
 export OMP_NUM_THREADS ?= 1
@@ -27,12 +27,15 @@ demo: $(STAMP) ## Train small models, plant shortcuts in them and audit them (3 
 	$(BIN)/audit demo
 
 test: $(STAMP) ## Run every test: unit, integration, functional, browser, and the examples in docstrings
-	@if chromium="$$(bash .ci/chromium)"; then \
-	    CHROMIUM="$$chromium" $(BIN)/python -m pytest -n 2 --dist loadfile --doctest-modules audit $(SUITES) tests/browser; \
-	else \
-	    $(BIN)/python -m pytest -n 2 --dist loadfile --doctest-modules audit $(SUITES); \
+	@mkdir -p artifacts; first=0; second=0; \
+	chromium="$$(bash .ci/chromium)" && suites="tests/functional tests/browser" || suites=tests/functional; \
+	CHROMIUM="$${chromium:-}" $(PYTEST) $$suites >artifacts/test-2.log 2>&1 & other=$$!; \
+	$(PYTEST) --doctest-modules audit tests/unit tests/integration || first=$$?; \
+	wait $$other || second=$$?; \
+	cat artifacts/test-2.log; \
+	[ "$$suites" != tests/functional ] || \
 	    echo "tests/browser was NOT run: install Chromium as said above, then run make test again"; \
-	fi
+	exit $$(( first || second ))
 
 check: $(STAMP) ## Check format, lint, types, import rules and docs; change nothing
 	$(BIN)/ruff format --check .

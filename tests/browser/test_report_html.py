@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
 
 from audit.records import Outcome, Rule
 from audit.report import to_html
@@ -24,16 +22,6 @@ from tests.report_cases import (
     verdict,
 )
 
-CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
-ARGUMENTS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 SCREENSHOTS = Path(__file__).resolve().parents[2] / "artifacts" / "screenshots"
 SCHEMES = ["light", "dark"]
 
@@ -66,16 +54,6 @@ selector => [...document.querySelectorAll(selector)].map(node => {
   return [box.left, box.top, box.right, box.bottom];
 })
 """
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    if not Path(CHROMIUM).exists():
-        pytest.fail(f"{CHROMIUM} does not exist; install Chromium, or set CHROMIUM to its path")
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
-        yield started
-        started.close()
 
 
 def show(browser: Browser, html: str, path: Path, *, width: int = 1100, scheme: str = "light") -> Page:

@@ -76,6 +76,7 @@ def make_environment(wheel: Path, home: Path, *, without: Collection[str]) -> En
         "--no-deps",
         "--no-index",
         "--no-compile",
+        "--ignore-installed",  # or pip removes the editable install of the environment that runs the tests
         "--prefix",
     ]
     done = subprocess.run(

@@ -131,9 +131,9 @@ def plan_run_id(config, role: str, store: Store) -> str:
 
 def test_regions_that_match_nothing_are_refused_before_maps_are_reused(project, models):
     capture_all(plan_audit(load_config(write_config(project, models=models))))
-    config = load_config(write_config(project, models=models, regions='zebras = { terms = ["zebra"] }'))
+    config = load_config(write_config(project, models=models, regions='opinion = { terms = ["zebra"] }'))
     before = files_below(project / "store")
-    with pytest.raises(ProbeError, match="zebras"):
+    with pytest.raises(ProbeError, match="opinion"):
         capture_all(plan_audit(config))
     assert files_below(project / "store") == before
 
