@@ -54,3 +54,18 @@ def valid_positions(tensors: Mapping[str, Tensor], size: int, length: int) -> Te
         device = next(iter(tensors.values())).device
         return torch.ones(size, length, dtype=torch.bool, device=device)
     return mask.bool()
+
+
+LONGEST_CHECK = 256
+"""Longer text is cut to this before checks that keep whole weights."""
+
+
+def beginning(item: Encoded) -> tuple[dict[str, Tensor], int]:
+    """Return the tensors of the beginning of a long text, or of the whole input, and its length.
+
+    Whether positions mix by other ways than attention is a matter of the modules, not of the length.
+    """
+    n, tensors = len(item), dict(item.tensors)
+    if n <= LONGEST_CHECK or any(tuple(t.shape) != (1, n) for t in tensors.values()):
+        return tensors, n
+    return {name: t[:, :LONGEST_CHECK] for name, t in tensors.items()}, LONGEST_CHECK

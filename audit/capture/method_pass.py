@@ -18,6 +18,7 @@ from audit.capture.gradient import GradientFold, gradient_batch
 from audit.capture.inputs import Encoded, core_model
 from audit.capture.layers import CapturePlan
 from audit.capture.passes import exclusive, fold_batch
+from audit.capture.row_fold import RowFold, row_fold_batch, rows_suffice
 from audit.capture.settings import ATTRIBUTION, FLOW, MEASURED, PER_HEAD, VALUE_AWARE, FoldSettings
 from audit.capture.targets import resolve_targets
 from audit.records import Checkpoint
@@ -83,6 +84,9 @@ class Engine:
             return gradient, outputs
         if method in ATTRIBUTION:
             return self._attribution(batch, tensors, BatchFold(FoldSettings(), read, valid), verify)
+        if rows_suffice(self.settings, self.plan, read.shape[1]):
+            by_rows = RowFold(self.settings, read, valid)
+            return by_rows, row_fold_batch(model, self.plan, tensors, by_rows, verify=verify, **options)
         fold = {PER_HEAD: PerHeadFold, FLOW: FlowFold}.get(method, BatchFold)(self.settings, read, valid)
         if method == "value_zeroing":
             blocks = self._find_blocks(tensors)

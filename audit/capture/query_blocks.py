@@ -15,6 +15,8 @@ costs one row of the last layer. Soft-capped scores, position bias, masks and le
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,8 @@ from audit.methods.fusion import fuse_heads
 
 BLOCK_ENTRIES = 2**20
 """Weights (batch × head × query × key) of one block of queries: 4 MB in float32."""
+FEW_ROWS = 2
+"""Up to so many rows are multiplied with each head; more with the mean of the heads, formed once."""
 
 
 def rows_by_blocks(
@@ -54,31 +58,37 @@ def rows_by_blocks(
     CaptureError
         When a valid row's weights do not sum to 1.
     """
-    batch, heads, n, _ = call.query.shape
+    n = call.query.shape[2]
     sinks = call.options.get("s_aux")
     extra = max(int(sinks is not None), rows.shape[2] - n)
-    found = rows.new_zeros(batch, rows.shape[1], n + extra)
+    found = rows.new_zeros(*rows.shape[:2], n + extra)
     if rows.shape[2] > n:
         found[..., n] = rows[..., n]
-    size = max(1, BLOCK_ENTRIES // (batch * heads * n))
-    for start in range(0, n, size):
-        block = slice(start, min(start + size, n))
+    for block in query_blocks(call):
         weighed = rows[..., block]
         if not bool(weighed.any()):
             continue
         weights = block_weights(call, block)
         if not bool(valid[:, block].all()):
             weights = weights.masked_fill(~valid[:, None, block, None], 0.0)
-        part = _times_fused(weights, weighed.to(weights.dtype), settings, layer, start)
+        part = _times_fused(weights, weighed.to(weights.dtype), settings, layer, block.start)
         found[..., : part.shape[2]] += part
     _check_sums(call, found, rows)
     return found
 
 
+def query_blocks(call: KernelCall) -> Iterator[slice]:
+    """Yield the blocks of queries of a call, each of at most BLOCK_ENTRIES weights."""
+    batch, heads, n, _ = call.query.shape
+    size = max(1, BLOCK_ENTRIES // (batch * heads * call.key.shape[2]))
+    for start in range(0, n, size):
+        yield slice(start, min(start + size, n))
+
+
 def _times_fused(weights: Tensor, rows: Tensor, settings: FoldSettings, layer: int, start: int) -> Tensor:
     """Return r·F for a block of queries: (batch, row, key)."""
     shares = settings.head_weights_of(layer)
-    if prunes(settings):
+    if prunes(settings) or rows.shape[1] > FEW_ROWS:
         return rows @ fuse_heads(weights, query_offset=start, head_weights=shares, **settings.fusion)
     heads = rows[:, None] @ weights
     return (

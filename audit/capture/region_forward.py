@@ -186,7 +186,7 @@ class RegionFold:
         if (reason := refusal(call)) is not None:
             raise CaptureError(f"{reason}; use engine = 'dense'")
         layer = len(self.masses)
-        self._note_causal(call)
+        self.causal &= sees_no_future(call)
         if layer >= self.settings.start_layer:
             rho, weights = self.settings.residual_of(layer), self.settings.head_weights_of(layer)
             each = None if weights is None else self._state.new_tensor(weights)
@@ -204,14 +204,15 @@ class RegionFold:
                 "that are no padding; this kind of attention is not supported"
             )
 
-    def _note_causal(self, call: KernelCall) -> None:
-        mask = call.mask
-        if mask is None:
-            self.causal &= call.is_causal
-            return
-        later = mask[..., : call.key.shape[2]].triu(1)
-        seen = later if mask.dtype == torch.bool else _open(mask).triu(1)
-        self.causal &= ~seen.flatten(1).any(dim=1)
+
+def sees_no_future(call: KernelCall) -> Tensor | bool:
+    """Return for each probe, or for all of them, whether no position attends beyond itself."""
+    mask = call.mask
+    if mask is None:
+        return call.is_causal
+    later = mask[..., : call.key.shape[2]].triu(1)
+    seen = later if mask.dtype == torch.bool else _open(mask).triu(1)
+    return ~seen.flatten(1).any(dim=1)
 
 
 def _open(mask: Tensor) -> Tensor:

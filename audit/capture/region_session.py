@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from audit.capture.batches import stack, valid_positions
+from audit.capture.batches import beginning, stack, valid_positions
 from audit.capture.check import check_alone, same_tensors
 from audit.capture.inputs import Encoded, core_model
 from audit.capture.interface import KernelCall
@@ -22,7 +22,13 @@ from audit.capture.layers import plan_capture
 from audit.capture.mixing import check_mixing
 from audit.capture.passes import exclusive, run_model
 from audit.capture.predictions import Target, check_targets, first_tensor, targets_by_probe
-from audit.capture.region_forward import RegionFold, refusal, region_batch, settings_refusal
+from audit.capture.region_forward import (
+    RegionFold,
+    refusal,
+    region_batch,
+    sees_no_future,
+    settings_refusal,
+)
 from audit.capture.session import (
     VERIFIED_PROBES,
     Session,
@@ -41,8 +47,6 @@ from audit.records import Captured, CaptureSettings, Checkpoint, FloatArray, Met
 EngineName = Literal["auto", "dense", "linear"]
 LEAST_POSITIONS = 1024
 """From this length on, ``auto`` carries regions instead of the n × n map."""
-MIXING_POSITIONS = 256
-"""Longer text is cut to this before the check of mixing, which keeps whole weights."""
 
 Columns = Callable[[Probe, Positions], FloatArray]
 
@@ -143,7 +147,7 @@ class _Look(RegionFold):
     def fold(self, call: KernelCall) -> None:
         """Note why the call is not one for the fused kernel, and whether it is causal."""
         self.reason = self.reason or refusal(call)
-        self._note_causal(call)
+        self.causal &= sees_no_future(call)
 
 
 def _look(session: Session, window: Sequence[Encoded]) -> _Look:
@@ -232,8 +236,7 @@ def _verify(carrier: _Carrier, window: Sequence[Encoded]) -> None:
         )
     if len(batch) > 1:
         check_alone(first.masses[-1][-1:], carrier.run(batch[-1:])[0].masses[-1])
-    tensors, length = _shortened(batch[0])
-    check_mixing(model, plan, tensors, length)
+    check_mixing(model, plan, *beginning(batch[0]))
     with exclusive(model, plan.configs):
         plain = run_model(model, stack(batch), keep_logits=session.keep_logits)
     if not _same_answers(plain, answer):
@@ -242,11 +245,3 @@ def _verify(carrier: _Carrier, window: Sequence[Encoded]) -> None:
 
 def _same_answers(a: Any, b: Any) -> bool:
     return same_tensors(first_tensor(a), first_tensor(b))
-
-
-def _shortened(item: Encoded) -> tuple[dict[str, Tensor], int]:
-    """Return the beginning of a long text: whether positions mix otherwise is a matter of the modules."""
-    n, tensors = len(item), dict(item.tensors)
-    if n <= MIXING_POSITIONS or any(tuple(t.shape) != (1, n) for t in tensors.values()):
-        return tensors, n
-    return {name: t[:, :MIXING_POSITIONS] for name, t in tensors.items()}, MIXING_POSITIONS

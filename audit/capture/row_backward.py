@@ -17,7 +17,7 @@ about one forward call, and any layer that the fused kernel cannot express goes 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -109,11 +109,46 @@ def row_batch(
         raise CaptureError(
             f"{settings.method} with residual {settings.residual} has no row engine; use capture"
         )
+    calls, outputs = kernel_calls(model, plan, tensors, keep_logits=keep_logits)
+    return _down(calls, settings, read, valid), outputs
+
+
+def kernel_calls(
+    model: nn.Module,
+    plan: CapturePlan,
+    tensors: Mapping[str, Tensor],
+    *,
+    keep_logits: bool = False,
+    check: Callable[[KernelCall, Tensor], None] | None = None,
+) -> tuple[list[KernelCall], Any]:
+    """Run one batch and keep the queries and keys of every layer, but no weights.
+
+    Parameters
+    ----------
+    model, plan, tensors, keep_logits : see :func:`audit.capture.passes.fold_batch`
+    check : function of a KernelCall and its output, optional
+        Called with each.
+
+    Returns
+    -------
+    calls : list of KernelCall
+        The first layer first; keys stand in the place of the values.
+    outputs
+        The model's, the same to the last bit as without capture.
+
+    Raises
+    ------
+    CaptureError
+        When a layer was missed.
+    """
     calls: list[KernelCall] = []
 
     def attend(call: KernelCall) -> tuple[Tensor, Tensor | None]:
+        output, weights = call.run()
+        if check is not None:
+            check(call, output)
         calls.append(replace(call, value=call.key))  # values are not needed again
-        return call.run()
+        return output, weights
 
     expected = None if plan.narrowed else expected_calls(core_model(model))
     with exclusive(model, plan.configs), ExitStack() as stack:
@@ -121,7 +156,7 @@ def row_batch(
         stack.enter_context(interface_capture(plan.modules("interface"), plan.configs, Replacing(attend)))
         outputs = run_model(model, tensors, keep_logits=keep_logits)
         check_counts(plan, called, Counter(call.path for call in calls), expected)
-        return _down(calls, settings, read, valid), outputs
+    return calls, outputs
 
 
 def _fused_is_better(call: KernelCall, rows: Tensor, settings: FoldSettings) -> bool:
@@ -129,15 +164,40 @@ def _fused_is_better(call: KernelCall, rows: Tensor, settings: FoldSettings) -> 
     return known and rows.device.type != "cpu" and rows.shape[2] == call.key.shape[2]
 
 
+@torch.no_grad()
+def step_down(call: KernelCall, rows: Tensor, valid: Tensor, settings: FoldSettings, layer: int) -> Tensor:
+    """Return (1-ρ)·r·Ā + ρ·r for each row r: one layer's step towards the input.
+
+    Parameters
+    ----------
+    call : KernelCall
+    rows : float Tensor (batch, row, query), perhaps one more query: the sink
+        Zero at pads.
+    valid : bool Tensor (batch, position)
+    settings : FoldSettings
+        ``rollout`` with constant residuals and any fusion or pruning of heads.
+    layer : int
+        Whose residual and weights of heads are taken.
+
+    Returns
+    -------
+    Tensor (batch, row, key), one more key with a sink
+    """
+    if _fused_is_better(call, rows, settings):
+        weights = settings.head_weights_of(layer)
+        attended = rows_times_attention(call, rows, None if weights is None else rows.new_tensor(weights))
+    else:
+        attended = rows_by_blocks(call, rows, valid, settings, layer)
+    return torch.lerp(attended, widened(rows, attended), settings.residual_of(layer))
+
+
+def widened(rows: Tensor, like: Tensor) -> Tensor:
+    """Give rows the sink's position that `like` has."""
+    return torch.nn.functional.pad(rows, (0, like.shape[2] - rows.shape[2]))
+
+
 def _down(calls: list[KernelCall], settings: FoldSettings, read: Tensor, valid: Tensor) -> Tensor:
     rows = read.to(torch.promote_types(calls[0].query.dtype, torch.float32))
     for layer in range(len(calls) - 1, settings.start_layer - 1, -1):
-        call, rho = calls.pop(), settings.residual_of(layer)
-        if _fused_is_better(call, rows, settings):
-            weights = settings.head_weights_of(layer)
-            attended = rows_times_attention(call, rows, None if weights is None else rows.new_tensor(weights))
-        else:
-            attended = rows_by_blocks(call, rows, valid, settings, layer)
-            rows = torch.nn.functional.pad(rows, (0, attended.shape[2] - rows.shape[2]))
-        rows = torch.lerp(attended, rows, rho)
+        rows = step_down(calls.pop(), rows, valid, settings, layer)
     return rows

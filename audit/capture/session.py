@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from audit.capture.batches import length_batches, stack, valid_positions
+from audit.capture.batches import beginning, length_batches, stack, valid_positions
 from audit.capture.check import check_alone, same_tensors
 from audit.capture.engine import FoldSettings
 from audit.capture.inputs import Encoded, core_model, encode_texts, position_limit
@@ -365,7 +365,7 @@ def verify(session: Session, window: Sequence[Encoded]) -> None:
     _agree(first, second, "two identical passes disagree; no shift can be judged")
     if len(batch) > 1:
         check_alone(first[0].final_row()[-1:], _fold(checking, batch[-1:])[0].final_row())
-    check_mixing(session.checkpoint.model, session.plan, batch[0].tensors, len(batch[0]))
+    check_mixing(session.checkpoint.model, session.plan, *beginning(batch[0]))
     with exclusive(session.checkpoint.model, session.plan.configs):
         plain = run_model(session.checkpoint.model, stack(batch), keep_logits=session.keep_logits)
     if not same_tensors(first_tensor(plain), first_tensor(first[1])):

@@ -38,7 +38,7 @@ Progress = Callable[[str, int, int], None]
 VERSIONED = ("torch", "transformers")
 """Packages whose version is part of a run's id, because it changes numbers."""
 
-CAPTURE_VERSION = "1"
+CAPTURE_VERSION = "2"
 """Raised whenever the capture code changes a number."""
 
 

@@ -1,0 +1,124 @@
+"""Maps from rows, of long inputs, are those of the whole matrix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import audit
+from audit.capture import method_pass, query_blocks, row_fold
+from audit.capture.row_fold import RowFold, check_blocks
+from audit.errors import CaptureError
+from audit.records import Checkpoint, Map, Method, Probe
+from tests.integration.tiny_models import (
+    build,
+    checkpoint,
+    image_probes,
+    text_checkpoint,
+    text_probes,
+    vision_checkpoint,
+    word_tokenizer,
+)
+
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"start_layer": 1},
+    {"residual": 0.3},
+    {"head_fusion": "max"},
+    {"discard_ratio": 0.5},
+    {"top_k": 2},
+]
+
+
+@pytest.fixture
+def rows_only(monkeypatch: pytest.MonkeyPatch) -> list[RowFold]:
+    """Take maps of any length from rows, and say which were."""
+    made: list[RowFold] = []
+
+    class Noted(RowFold):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(row_fold, "LEAST_POSITIONS", 1)
+    monkeypatch.setattr(method_pass, "RowFold", Noted)
+    monkeypatch.setattr(query_blocks, "BLOCK_ENTRIES", 64)
+    return made
+
+
+def maps_of(subject: Checkpoint, probes: list[Probe], params: dict[str, Any]) -> list[Map]:
+    return list(audit.compute_maps(subject, probes, method=Method("rollout", params=params)))
+
+
+def sinks() -> Checkpoint:
+    config = {"vocab_size": 40, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 32}
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 4}
+    model = build("GptOssForCausalLM", attention="eager", **config, **experts)
+    return checkpoint(model, word_tokenizer())
+
+
+SUBJECTS: dict[str, Any] = {
+    "bert": lambda: (text_checkpoint("bert"), text_probes()),
+    "gpt2": lambda: (text_checkpoint("gpt2"), text_probes()),
+    "llama": lambda: (text_checkpoint("llama"), text_probes()),
+    "sinks": lambda: (sinks(), text_probes()),
+    "vit": lambda: (vision_checkpoint("vit"), image_probes()),
+}
+
+
+@pytest.mark.parametrize("params", VARIANTS, ids=str)
+@pytest.mark.parametrize("family", SUBJECTS)
+def test_rows_give_the_maps_of_the_whole_matrix(family, params, request):
+    subject, probes = SUBJECTS[family]()
+    whole = maps_of(subject, probes, params)
+    made = request.getfixturevalue("rows_only")
+    found = maps_of(subject, probes, params)
+    assert made
+    for one, other in zip(found, whole, strict=True):
+        np.testing.assert_allclose(one.weights, other.weights, atol=2e-6)
+        assert one.layers is not None
+        np.testing.assert_allclose(one.layers, other.layers, atol=2e-6)
+        assert one.positions.causal == other.positions.causal
+        assert one.diagnostics["empty_rows"] == other.diagnostics["empty_rows"] == 0
+        assert set(one.diagnostics) == set(other.diagnostics)
+
+
+def test_depth_collapse_from_every_row_is_that_of_the_matrix(request, monkeypatch):
+    subject, probes = vision_checkpoint("vit"), image_probes()
+    whole = maps_of(subject, probes, {})
+    request.getfixturevalue("rows_only")
+    monkeypatch.setattr(row_fold, "COLLAPSE_ROWS", len(whole[0].positions))
+    for one, other in zip(maps_of(subject, probes, {}), whole, strict=True):
+        assert one.diagnostics["depth_collapse"] == pytest.approx(
+            other.diagnostics["depth_collapse"], abs=1e-7
+        )
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        Method("rollout", params={"head_fusion": "min"}),
+        Method("rollout", params={"discard_below": 0.1}),
+        Method("rollout", params={"residual": "measured"}),
+        Method("per_head_rollout"),
+    ],
+    ids=str,
+)
+def test_rows_are_not_taken_where_something_would_be_lost(method, rows_only):
+    list(audit.compute_maps(text_checkpoint("bert"), text_probes(), method=method))
+    assert not rows_only
+
+
+def test_outputs_that_are_not_weights_times_values_are_refused():
+    call = type("Call", (), {})()
+    torch.manual_seed(0)
+    call.query = call.key = call.value = torch.randn(1, 2, 5, 4)
+    call.mask, call.is_causal, call.options, call.path = None, False, {}, "layer.0"
+    valid = torch.ones(1, 5, dtype=torch.bool)
+    output = torch.nn.functional.scaled_dot_product_attention(call.query, call.key, call.value)
+    check_blocks(call, output.transpose(1, 2), valid)
+    with pytest.raises(CaptureError, match=r"layer\.0: its weights times its values"):
+        check_blocks(call, 1.01 * output.transpose(1, 2), valid)
