@@ -7,6 +7,7 @@ from typing import Any
 
 from audit.capture.decoding import with_decoder_steps
 from audit.capture.inputs import Encoded, core_model, encode_image, encode_texts
+from audit.capture.prefetch import prefetched
 from audit.capture.sound import encode_sound
 from audit.errors import CaptureError
 from audit.records import CaptureSettings, Checkpoint, Probe
@@ -41,7 +42,8 @@ def probe_windows(
     if modality == "text":
         windows: Iterator[list[Encoded]] = iter([encode_texts(checkpoint, probes, settings)])
     else:
-        windows = _few(probes, _encoder(checkpoint, modality, settings), settings.batch_tokens)
+        few = _few(probes, _encoder(checkpoint, modality, settings), settings.batch_tokens)
+        windows = prefetched(few)
     generates = getattr(core_model(checkpoint.model).config, "is_encoder_decoder", False)
     for window in windows:
         yield [with_decoder_steps(checkpoint, item, row) for item in window] if generates else window
