@@ -18,10 +18,10 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: help demo test check fix bench coverage dashboard clean python
+.PHONY: help demo test check fix bench bench-gpu coverage dashboard clean python
 
 help: ## List these commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## Train small models, plant shortcuts in them and audit them (3 minutes)
 	$(BIN)/audit demo
@@ -48,8 +48,12 @@ fix: $(STAMP) ## Format the code and mend what ruff can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(STAMP) ## Measure: the planted-shift benchmark and the speed of the engines
-	$(BIN)/python -m pytest -s -o python_files='bench_*.py test_*.py' tests/benchmarks
+bench bench-gpu: export OMP_NUM_THREADS := $(shell nproc 2>/dev/null || echo 1)
+bench: $(STAMP) ## Measure speed and memory beside the plain forward pass; write tests/benchmarks/RESULTS.md
+	$(BIN)/python -m pytest -s -o python_files='bench_*.py' tests/benchmarks
+
+bench-gpu: $(STAMP) ## Measure the engines on a GPU (8 minutes); without one, in small on the CPU
+	$(BIN)/python -m tests.benchmarks.accelerator
 
 coverage: $(STAMP) ## Measure which model types of transformers can be audited (10 minutes); write docs/coverage.md
 	$(BIN)/audit coverage --measure --page docs/coverage.md

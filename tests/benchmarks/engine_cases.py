@@ -1,4 +1,4 @@
-"""The engines that bench_engines.py measures: each a function that runs one batch of a random model."""
+"""The engines that bench_engines.py measures, each a function that runs one batch of a random model."""
 
 from __future__ import annotations
 
@@ -7,17 +7,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor
 
 from audit.capture.engine import BatchFold
+from audit.capture.gradient import GradientFold, gradient_batch, gradient_leaf
+from audit.capture.inputs import Encoded
 from audit.capture.interface import KernelCall, Replacing, interface_capture
 from audit.capture.layers import CapturePlan, plan_capture
 from audit.capture.passes import exclusive, fold_batch, run_model
 from audit.capture.region_forward import RegionFold, region_batch
 from audit.capture.row_backward import row_batch
+from audit.capture.row_fold import RowFold, row_fold_batch
 from audit.capture.settings import FoldSettings
+from audit.methods.gradient import gradient_map, gradient_rollout
+from audit.records import Checkpoint, CheckpointInfo, Positions, Probe
 
 REGIONS = 8
 
@@ -34,6 +40,9 @@ class Subject:
 
     def __post_init__(self) -> None:
         self.plan = plan_capture(self.model)
+
+
+Engine = Callable[[Subject], Any]
 
 
 def bert(n: int, batch: int, *, layers: int = 12) -> Subject:
@@ -106,9 +115,64 @@ def many_rows(one: Subject) -> Tensor:
     return row_batch(one.model, one.plan, one.tensors, read, one.valid, settings=FoldSettings())[0][:, 0]
 
 
-def top_k_row(one: Subject) -> Tensor:
-    settings = FoldSettings(fusion={"top_k": 16})
-    return row_batch(one.model, one.plan, one.tensors, one.read[:, None], one.valid, settings=settings)[0]
+def pruned_row(fusion: dict[str, Any]) -> Engine:
+    """Return the engine of one row with heads fused or pruned row by row."""
+
+    def run(one: Subject) -> Tensor:
+        settings = FoldSettings(fusion=fusion)
+        return row_batch(one.model, one.plan, one.tensors, one.read[:, None], one.valid, settings=settings)[0]
+
+    return run
+
+
+def stored(one: Subject) -> Tensor:
+    """Return the output row, and on the way what a run stores: that of each layer, and the collapse."""
+    fold = RowFold(FoldSettings(), one.read, one.valid)
+    row_fold_batch(one.model, one.plan, one.tensors, fold)
+    fold.diagnostics()
+    return fold.final_row()
+
+
+def vit_classifier(batch: int, *, layers: int = 12) -> Subject:
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(num_hidden_layers=layers, num_labels=10, attn_implementation="sdpa")
+    model = transformers.ViTForImageClassification(config).eval()
+    return subject(model, {"pixel_values": torch.randn(batch, 3, 224, 224)}, 197, batch)
+
+
+def gradient(one: Subject) -> Tensor:
+    """Return gradient rollout of class 0, in step with the backward pass."""
+    info = CheckpointInfo(ref="random", digest="", weights_digest="", tokenizer_digest="")
+    checkpoint = Checkpoint(info, one.model, None, task="image-classification", has_head=True)
+    batch = [
+        Encoded(Probe(str(i)), {}, Positions("patch", np.zeros(one.read.shape[1], np.bool_)))
+        for i in range(len(one.read))
+    ]
+    fold = GradientFold(FoldSettings(method="gradient_rollout"), one.read, one.valid)
+    wanted = {item.probe.id: 0 for item in batch}
+    gradient_batch(checkpoint, one.plan, batch, one.tensors, fold, wanted=wanted)
+    return fold.final_row()
+
+
+def gradient_reference(one: Subject) -> Tensor:
+    """Keep every layer's weights and gradients and roll them out afterwards, as published code does."""
+    one.model.set_attn_implementation("eager")
+    try:
+        with torch.enable_grad():
+            outputs = one.model(**one.tensors, output_attentions=True)
+            gradients = torch.autograd.grad(outputs.logits[:, 0].sum(), outputs.attentions)
+        attentions = [one.detach() for one in outputs.attentions]
+        rows = gradient_rollout(attentions, list(gradients))[:, 0]
+        return gradient_map(rows - one.read)[0]
+    finally:
+        one.model.set_attn_implementation("sdpa")
+
+
+def forward_and_backward(one: Subject) -> None:
+    """Take the gradient of class 0 with respect to the embedded patches."""
+    with exclusive(one.model, one.plan.configs), torch.enable_grad(), gradient_leaf(one.model) as leaf:
+        score = run_model(one.model, one.tensors).logits[:, 0].sum()
+        torch.autograd.grad(score, leaf[0])
 
 
 def attention_share(one: Subject) -> float:
@@ -129,6 +193,3 @@ def attention_share(one: Subject) -> float:
     ):
         run_model(one.model, one.tensors)
     return spent[0] / (clock() - start)
-
-
-Engine = Callable[[Subject], Any]
