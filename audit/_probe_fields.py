@@ -18,7 +18,15 @@ from audit.records import Probe
 
 FIELDS = ("id", "text", "text_pair", "messages", "image", "audio", "label", "group", "segments", "regions")
 CONTENT = ("text", "messages", "image", "audio")
-_TOGETHER = ({"text"}, {"text", "text_pair"}, {"messages"}, {"image"}, {"image", "text"}, {"audio"})
+_TOGETHER = (
+    {"text"},
+    {"text", "text_pair"},
+    {"messages"},
+    {"image"},
+    {"image", "text"},
+    {"image", "messages"},
+    {"audio"},
+)
 
 
 def make_probe(raw: Mapping[str, Any], folder: Path) -> Probe:
@@ -60,7 +68,7 @@ def _check_content(probe: Probe) -> None:
     if given not in _TOGETHER:
         raise ValueError(
             f"{' and '.join(sorted(given))} cannot make one probe; expected text, text and text_pair, "
-            "image and text, or one of messages, image and audio"
+            "image and text, image and messages, or one of messages, image and audio"
         )
 
 

@@ -81,7 +81,7 @@ class Probe:
     def modality(self) -> Literal["text", "image", "audio", "image+text"]:
         """Return which kind of processor the probe needs."""
         if self.image is not None:
-            return "image" if self.text is None else "image+text"
+            return "image" if self.text is None and self.messages is None else "image+text"
         return "text" if self.audio is None else "audio"
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import BatchEncoding
 
+from audit.capture.pictures import Picture
 from audit.capture.positions import (
     Span,
     extra_tokens,
@@ -39,6 +40,7 @@ class Encoded:
     """One probe as the model takes it: tensors with a batch axis of 1, and its positions.
 
     `second` holds the positions of the second stream: the decoder's own tokens, or the second tower.
+    `picture` places the pixels of an image that is read in one sequence with the text.
     """
 
     probe: Probe
@@ -46,6 +48,7 @@ class Encoded:
     positions: Positions
     truncated: bool = False
     second: Positions | None = None
+    picture: Picture | None = None
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -348,12 +351,20 @@ def patch_grid(config: Any, size: tuple[int, int]) -> tuple[int, int]:
     CaptureError
         When the config has no patch size.
     """
-    # Models with two towers and captioners keep the image part's config inside theirs.
-    parts = [getattr(config, name, None) for name in ("vision_config", "encoder")]
-    patch = next((p for part in (*parts, config) if (p := getattr(part, "patch_size", None))), None)
+    patch = patch_size(config)
     if patch is None:
         raise CaptureError(
             f"{type(config).__name__} has no patch_size; patches cannot be placed in the image"
         )
+    return size[0] // patch[0], size[1] // patch[1]
+
+
+def patch_size(config: Any) -> tuple[int, int] | None:
+    """Return (height, width) in pixels of the patches of a model's image part, None where it has none."""
+    # Models with two towers and captioners keep the image part's config inside theirs.
+    parts = [getattr(config, name, None) for name in ("vision_config", "encoder")]
+    patch = next((p for part in (*parts, config) if (p := getattr(part, "patch_size", None))), None)
+    if patch is None:
+        return None
     height, width = patch if isinstance(patch, (list, tuple)) else (patch, patch)
-    return size[0] // int(height), size[1] // int(width)
+    return int(height), int(width)

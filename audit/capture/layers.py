@@ -19,7 +19,7 @@ _NO_ATTENTION = re.compile(
 _CROSS = re.compile(r"cross|encoder_attn|encdec", re.IGNORECASE)
 
 
-Wiring = Literal["single", "encoder-decoder", "towers"]
+Wiring = Literal["single", "encoder-decoder", "towers", "joined"]
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,11 @@ class CapturePlan:
     """All attention layers of a model, in order, and the configs to switch for a capture.
 
     `narrowed` says that layers which do not run for the inputs at hand were left out. `wiring` says how
-    the stacks are joined: one alone, an encoder that a decoder attends to, or two towers that do not see
-    each other. `alone` says that the model takes one probe at a time, since it joins several to one long
-    sequence.
+    the stacks are joined: one alone, an encoder that a decoder attends to, two towers that do not see
+    each other, or (``joined``) stacks in the order in which they run, the last one's input made of what the
+    others give. `alone` says that the model takes one probe at a time, since it joins several to one long
+    sequence. `pieces` holds the paths of the layers
+    that attend within pieces of their positions, one call for each.
     """
 
     layers: tuple[AttentionLayer, ...]
@@ -53,6 +55,7 @@ class CapturePlan:
     narrowed: bool = False
     wiring: Wiring = "single"
     alone: bool = False
+    pieces: frozenset[str] = frozenset()
 
     def modules(self, mechanism: str | None = None) -> Mapping[str, nn.Module]:
         """Return path and module of the layers that are captured by `mechanism` (None = all)."""
@@ -95,7 +98,9 @@ def _plan(
     return CapturePlan(layers, tuple(involved_configs(model, paths)), narrowed, wiring)
 
 
-def narrow_plan(model: nn.Module, plan: CapturePlan, called: Sequence[str]) -> CapturePlan:
+def narrow_plan(
+    model: nn.Module, plan: CapturePlan, called: Sequence[str], *, joined: bool = False
+) -> CapturePlan:
     """Keep the layers that ran for the inputs at hand, and refuse what has no exact rollout.
 
     A stack that did not run at all (the vision part of a model that was given text) is left out, and so
@@ -107,6 +112,8 @@ def narrow_plan(model: nn.Module, plan: CapturePlan, called: Sequence[str]) -> C
     plan : CapturePlan
     called : sequence of str
         Paths of the layers that ran, in the order of their first call.
+    joined : bool
+        Whether the inputs are an image with text that are read in one sequence.
 
     Raises
     ------
@@ -122,6 +129,9 @@ def narrow_plan(model: nn.Module, plan: CapturePlan, called: Sequence[str]) -> C
         _check_implementation(layer, model)
     name = type(model).__name__
     _refuse_crowded_blocks(name, layers)
+    if joined:
+        layers = tuple(sorted(layers, key=lambda layer: order[layer.path]))
+        return _plan(model, layers, narrowed=len(layers) < len(plan.layers), wiring="joined")
     wiring = _wiring(name, sorted(layers, key=lambda layer: order[layer.path]))
     return _plan(model, layers, narrowed=len(layers) < len(plan.layers), wiring=wiring)
 
@@ -137,9 +147,10 @@ def _refuse_partial_stacks(plan: CapturePlan, ran: Sequence[AttentionLayer]) -> 
 
 def _pools(layer: AttentionLayer, ran: Sequence[AttentionLayer], order: Mapping[str, int]) -> bool:
     """Tell whether an attention module outside the lists of blocks ran after all blocks of its part."""
-    part = layer.path.partition(".")[0]
-    blocks = [other for other in ran if other.stack]
-    near = [other for other in blocks if other.stack.partition(".")[0] == part] or blocks
+    blocks, part, near = [other for other in ran if other.stack], layer.path, list[AttentionLayer]()
+    while part and not near:
+        part = part.rpartition(".")[0]
+        near = [other for other in blocks if _below(other.stack, part)]
     return bool(near) and order[layer.path] > max(order[other.path] for other in near)
 
 

@@ -77,14 +77,15 @@ def _check_order(
     """
     stacks = {layer.path: layer.stack for layer in plan.layers}
     order = [index for index in plain.summaries if stacks[index[0]] == stack]
+    first = [index for index in order if index[0] == order[0][0]] if order[0][0] in plan.pieces else order[:1]
     nudged = _Trace()
     if order[0] in plain.outputs:
-        nudged.outputs[order[0]] = _jolted(plain.outputs[order[0]])
+        nudged.outputs.update({index: _jolted(plain.outputs[index]) for index in first})
     else:
         projection, taken = plain.inputs[order[0][0]][0]
         nudged.inputs[order[0][0]] = [(projection, _jolted(taken))]
     after = _pass(model, plan, tensors, stack, before=nudged)
-    for index in order[1:]:
+    for index in order[len(first) :]:
         if torch.equal(plain.summaries[index], after.summaries[index]):
             raise CaptureError(
                 f"{type(model).__name__}: attention layer {index[0]} does not see what {order[0][0]} "
@@ -143,7 +144,7 @@ def _pass(
     replay = None if before is None else before.inputs
     with (
         exclusive(model, plan.configs),
-        watched(plan, receive, None, replay),
+        watched(plan, receive, None, replay, whole=False),
         _blocks(model, stack, odd, trace),
     ):
         run_model(model, tensors, attentions=plan.has_hooks)
@@ -158,7 +159,7 @@ def _blocks(model: nn.Module, stack: str, odd: Tensor | None, trace: _Trace) -> 
     def before(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         if threading.get_ident() != thread or trace.touched or odd is None:
             return None
-        where = _stream(args, kwargs, len(odd))
+        where = find_stream(args, kwargs, len(odd))
         if where is None:
             return None
         trace.touched = True
@@ -180,12 +181,17 @@ def _blocks(model: nn.Module, stack: str, odd: Tensor | None, trace: _Trace) -> 
         yield
 
 
-def _stream(args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int) -> int | str | None:
-    """Return which argument of a block is its stream: (batch, position, …, dim) or (position, dim)."""
+def find_stream(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], length: int | None = None
+) -> int | str | None:
+    """Return which argument of a block is its stream: (batch, position, …, dim) or (position, dim).
+
+    With `length` it must have as many positions.
+    """
     candidates: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     for where, value in candidates:
-        is_stream = isinstance(value, Tensor) and value.dim() >= 2 and length in value.shape[:-1]
-        if is_stream and value.is_floating_point():
+        is_stream = isinstance(value, Tensor) and value.dim() >= 2 and value.is_floating_point()
+        if is_stream and (length is None or length in value.shape[:-1]):
             return where
     return None
 

@@ -17,6 +17,7 @@ from audit.capture.hooks import Replay, counted_calls, hook_capture
 from audit.capture.inputs import accepted_arguments, core_model, uncompiled
 from audit.capture.interface import AttentionCall, Receiver, config_locks, interface_capture
 from audit.capture.layers import CapturePlan, expected_calls, narrow_plan
+from audit.capture.pieces import joined_pieces
 from audit.errors import CaptureError
 
 
@@ -112,20 +113,41 @@ def exclusive(model: nn.Module, configs: Sequence[Any] = ()) -> Iterator[None]:
 
 @contextmanager
 def watched(
-    plan: CapturePlan, receive: Receiver, expected: int | None, replay: Replay | None = None
+    plan: CapturePlan,
+    receive: Receiver,
+    expected: int | None,
+    replay: Replay | None = None,
+    *,
+    whole: bool = True,
 ) -> Iterator[None]:
-    """Send each attention call of this thread to `receive`, and check on leaving that none was missed."""
+    """Send each attention call of this thread to `receive`, and check on leaving that none was missed.
+
+    Layers that attend in pieces send one call of all pieces; with `whole` off, each piece as it comes, so
+    that `receive` may replace what it gives.
+    """
     seen = Counter[str]()
+    pieces: dict[str, list[AttentionCall]] = {path: [] for path in plan.pieces if whole}
 
     def note(call: AttentionCall) -> Tensor | None:
+        if call.path in pieces:
+            pieces[call.path].append(call)
+            return None
         seen[call.path] += 1
         return receive(call)
+
+    def join(call: AttentionCall) -> None:
+        seen[call.path] += 1
+        receive(call)
 
     with ExitStack() as stack:
         called = stack.enter_context(counted_calls(plan.modules()))
         stack.enter_context(interface_capture(plan.modules("interface"), plan.configs, note))
         stack.enter_context(hook_capture(plan.modules("hook"), note, replay))
+        piecewise = {path: module for path, module in plan.modules().items() if path in pieces}
+        stack.enter_context(joined_pieces(piecewise, pieces, join))
         yield
+        for path in plan.pieces if not whole else ():
+            seen[path] = called[path]  # more calls of its kernel than of the layer
         check_counts(plan, called, seen, expected)
 
 
@@ -171,8 +193,12 @@ def fold_batch(
         return run_model(model, tensors, attentions=plan.has_hooks, keep_logits=keep_logits)
 
 
-def active_plan(model: nn.Module, plan: CapturePlan, tensors: Mapping[str, Tensor]) -> CapturePlan:
+def active_plan(
+    model: nn.Module, plan: CapturePlan, tensors: Mapping[str, Tensor], *, joined: bool = False
+) -> CapturePlan:
     """Return `plan` without the layers that do not run for `tensors`.
+
+    With `joined` they are an image with text that are read in one sequence.
 
     Raises
     ------
@@ -182,9 +208,11 @@ def active_plan(model: nn.Module, plan: CapturePlan, tensors: Mapping[str, Tenso
     """
     with counted_calls(plan.modules()) as called:
         _run_or_refuse(model, plan, tensors)
-    found = narrow_plan(core_model(model), plan, list(called))
+    found = narrow_plan(core_model(model), plan, list(called), joined=joined)
     if found.has_hooks:
         _run_or_refuse(model, plan, tensors, attentions=True)
+    if joined:
+        return replace(found, alone=True, pieces=_piecewise(model, found, tensors))
     return replace(found, alone=_joins_probes(model, found, tensors))
 
 
@@ -199,6 +227,22 @@ def _run_or_refuse(
         asked = " when it is asked for its attentions" if attentions else ""
         name = type(core_model(model)).__name__
         raise CaptureError(f"{name} cannot run on {given}{asked}: {why[:160]}") from error
+
+
+def _piecewise(model: nn.Module, plan: CapturePlan, tensors: Mapping[str, Tensor]) -> frozenset[str]:
+    """Return the layers that call their kernel more often than they are called."""
+    seen = Counter[str]()
+
+    def count(call: AttentionCall) -> None:
+        seen[call.path] += 1
+
+    with (
+        exclusive(model, plan.configs),
+        counted_calls(plan.modules()) as called,
+        interface_capture(plan.modules("interface"), plan.configs, count),
+    ):
+        run_model(model, tensors, attentions=plan.has_hooks)
+    return frozenset(path for path, times in seen.items() if times > called[path])
 
 
 def _joins_probes(model: nn.Module, plan: CapturePlan, tensors: Mapping[str, Tensor]) -> bool:

@@ -133,6 +133,8 @@ def _dense_reason(
         return reason
     if engine == "auto" and max(map(len, window)) < LEAST_POSITIONS:
         return f"probes have fewer than {LEAST_POSITIONS} positions"
+    if window[0].picture is not None:
+        return "images are read in one sequence with their text"
     plan = _plan(checkpoint, window)
     if plan.wiring != "single":
         return f"its stacks are joined as {plan.wiring}"

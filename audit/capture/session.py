@@ -15,6 +15,7 @@ from audit.capture.batches import beginning, length_batches, stack, valid_positi
 from audit.capture.check import check_alone, same_tensors
 from audit.capture.engine import FoldSettings
 from audit.capture.inputs import Encoded, core_model, encode_texts, position_limit
+from audit.capture.joined_session import JoinedSession, capture_joined, open_joined, verify_joined
 from audit.capture.layers import CapturePlan, plan_capture
 from audit.capture.maps import stream_map, undefined_map
 from audit.capture.method_pass import Engine, Fold
@@ -35,7 +36,7 @@ from audit.capture.settings import FLOW
 from audit.capture.spans import Span, answer_ends
 from audit.capture.strides import check_stride, merge_windows
 from audit.capture.targets import require_head
-from audit.capture.windows import probe_windows
+from audit.capture.windows import has_two_towers, probe_windows
 from audit.errors import CaptureError
 from audit.records import Captured, CaptureSettings, Checkpoint, Method, Prediction, Probe
 
@@ -200,7 +201,7 @@ def _capture_windows(
     *,
     progress: Progress | None = None,
 ) -> Iterator[Captured]:
-    session: Session | PairSession | None = None
+    session: Session | PairSession | JoinedSession | None = None
     done = 0
 
     def report(count: int) -> None:
@@ -212,6 +213,8 @@ def _capture_windows(
             session = _start(checkpoint, window, method, settings, wanted)
         if isinstance(session, PairSession):
             yield from capture_pairs(session, window)
+        elif isinstance(session, JoinedSession):
+            yield from capture_joined(session, window)
         else:
             yield from _run_window(session, window, report)
         done += len(window)
@@ -224,8 +227,12 @@ def _start(
     method: Method,
     settings: CaptureSettings,
     wanted: dict[str, Any],
-) -> Session | PairSession:
+) -> Session | PairSession | JoinedSession:
     """Decide and verify on the first probes what is the same for all."""
+    if window[0].picture is not None:
+        joined = open_joined(checkpoint, window[0], settings, method, wanted)
+        verify_joined(joined, window)
+        return joined
     plan = _plan(checkpoint, window)
     if plan.wiring != "single":
         pair = PairSession(checkpoint, settings, FoldSettings.from_method(method), plan, method.row, wanted)
@@ -262,7 +269,7 @@ def check_probes(
 ) -> None:
     """Raise ProbeError naming every probe that is too long for the checkpoint; run no forward pass."""
     texts = [probe for probe in probes if probe.text is not None or probe.messages is not None]
-    if texts:
+    if texts and (has_two_towers(checkpoint) or all(probe.image is None for probe in texts)):
         encode_texts(checkpoint, texts, settings or CaptureSettings())
 
 
@@ -281,6 +288,10 @@ def check_determinism(
     method, settings = method or Method(), settings or CaptureSettings()
     window = next(probe_windows(checkpoint, list(probes)[:DETERMINISM_PROBES], settings, method.row), None)
     if window is None:
+        return
+    if window[0].picture is not None:
+        joined = open_joined(checkpoint, window[0], settings, Method(row=method.row), {})
+        verify_joined(joined, window)
         return
     if (plan := _plan(checkpoint, window)).wiring != "single":
         verify_pairs(PairSession(checkpoint, settings, FoldSettings(), plan, method.row, {}), window)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from audit.capture.decoding import with_decoder_steps
+from audit.capture.image_text import ImageTextEncoder
 from audit.capture.inputs import Encoded, core_model, encode_image, encode_texts
 from audit.capture.prefetch import prefetched
 from audit.capture.sound import encode_sound
@@ -63,17 +64,19 @@ def _encoder(checkpoint: Checkpoint, modality: str, settings: CaptureSettings) -
         return lambda probe: encode_image(checkpoint, probe)
     if modality == "audio":
         return lambda probe: encode_sound(checkpoint, probe)
-    return lambda probe: _image_with_text(checkpoint, probe, settings)
+    if has_two_towers(checkpoint):
+        return lambda probe: _image_with_text(checkpoint, probe, settings)
+    return ImageTextEncoder(checkpoint, settings).encode
+
+
+def has_two_towers(checkpoint: Checkpoint) -> bool:
+    """Return whether a model compares a text tower with an image tower, such as CLIP."""
+    core: Any = core_model(checkpoint.model)
+    return hasattr(core, "get_text_features") and hasattr(core, "get_image_features")
 
 
 def _image_with_text(checkpoint: Checkpoint, probe: Probe, settings: CaptureSettings) -> Encoded:
     """Encode both parts of a probe for two towers."""
-    core: Any = core_model(checkpoint.model)
-    if not (hasattr(core, "get_text_features") and hasattr(core, "get_image_features")):
-        raise CaptureError(
-            f"{type(core).__name__}: probes of an image with text need a model with a text tower and an "
-            "image tower, such as CLIP; this architecture is not supported yet"
-        )
     (text,) = encode_texts(checkpoint, [probe], settings)
     image = encode_image(checkpoint, probe)
     tensors = {**text.tensors, **image.tensors}

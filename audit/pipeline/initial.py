@@ -80,7 +80,8 @@ class _Subject:
 
     @property
     def task(self) -> str:
-        return task_of(self.info.architecture, self.info.model_type)
+        image = self.modality == "image+text"
+        return task_of(self.info.architecture, self.info.model_type, vision_config=image)
 
     @property
     def modality(self) -> str:
@@ -227,6 +228,7 @@ def _row(subject: _Subject) -> tuple[str, str]:
     return "auto", {
         "masked-lm": "the mask position",
         "causal-lm": "the last non-pad token",
+        "image-text-to-text": "the last position, which predicts the first token of the answer",
         BACKBONE: "CLS, or the pooling that the checkpoint declares",
     }.get(subject.task, "the positions that the task head reads")
 

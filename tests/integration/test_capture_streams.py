@@ -16,7 +16,7 @@ from audit.capture.inputs import encode_texts
 from audit.capture.pair_session import decoder_row
 from audit.capture.sound import encode_sound
 from audit.capture.windows import probe_windows
-from audit.errors import CaptureError, ConfigError, ProbeError
+from audit.errors import CheckpointError, ConfigError, ProbeError
 from audit.methods import encoder_decoder_rollout
 from audit.records import CaptureSettings, Checkpoint, Method, Probe
 from tests.integration.tiny_models import (
@@ -199,8 +199,8 @@ def test_both_towers_of_clip_are_read_where_the_similarity_reads_them() -> None:
         assert maps["text"].positions.causal
 
 
-def test_image_with_text_is_refused_where_there_are_no_two_towers() -> None:
-    with pytest.raises(CaptureError, match="need a model with a text tower and an image tower"):
+def test_image_with_text_is_refused_where_no_processor_takes_both() -> None:
+    with pytest.raises(CheckpointError, match="has no processor for images with text"):
         list(capture(text_checkpoint("bert"), pair_probes()))
 
 

@@ -1,0 +1,257 @@
+"""What lies before a decoder that reads an image with text: which pixels and words each position reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from audit.capture.inputs import core_model
+from audit.capture.layers import CapturePlan
+from audit.capture.links import NONE, SEVERAL, feeds
+from audit.capture.mixing import find_stream
+from audit.capture.passes import exclusive, place, run_model
+from audit.capture.predictions import first_tensor
+from audit.capture.threads import own_thread
+from audit.errors import CaptureError
+
+Depth = tuple[str, int]
+"""A stack, and how many of its blocks have run."""
+
+
+@dataclass(frozen=True)
+class Front:
+    """How the input of each stack comes about; the last stack is the one whose rows are read.
+
+    Attributes
+    ----------
+    sizes : mapping of stack to (sequence, position)
+        A vision tower may run several pictures at once, as sequences that do not see each other.
+    sources : mapping of stack to a mapping of Depth to int array
+        Which position of the stack each position of an earlier stack feeds at that depth; negative for none.
+    words : int array (token,)
+        Which position of the last stack each token feeds.
+    pixels : int array of the shape of the processed image
+        Which position of the first stack each number feeds.
+    """
+
+    sizes: Mapping[str, tuple[int, int]]
+    sources: Mapping[str, Mapping[Depth, NDArray[np.int64]]]
+    words: NDArray[np.int64]
+    pixels: NDArray[np.int64]
+
+    @property
+    def depths(self) -> frozenset[Depth]:
+        """Return the states of earlier stacks that are read."""
+        return frozenset(depth for sources in self.sources.values() for depth in sources)
+
+
+class _Reached(Exception):  # noqa: N818 - no error: the pass has shown what it was run for
+    """The last stack is about to run."""
+
+
+@dataclass
+class _Trace:
+    """What one pass shows, as leaves that collect gradients and stack inputs that were made of them."""
+
+    words: Tensor | None = None
+    states: dict[Depth, Tensor] = field(default_factory=dict)
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+def trace_front(model: nn.Module, plan: CapturePlan, tensors: Mapping[str, Tensor], picture: str) -> Front:
+    """Measure, for one probe, what feeds what before the last stack of `plan`.
+
+    Parameters
+    ----------
+    model : model of transformers
+    plan : CapturePlan
+        Its stacks in the order in which they run.
+    tensors : mapping of argument to Tensor
+        One probe.
+    picture : str
+        Which argument is the image.
+
+    Raises
+    ------
+    CaptureError
+        When a position of the image or the text feeds several positions of what follows (a connector that
+        mixes them), or the image does not reach the last stack.
+    """
+    core = core_model(model)
+    trace = _Trace()
+    with exclusive(model, plan.configs), torch.enable_grad(), _tapped(core, plan, tensors, trace):
+        given = place(tensors, core.device, core.dtype)
+        pixels = given[picture].detach().requires_grad_()
+        with suppress(_Reached):
+            run_model(model, {**given, picture: pixels.clone()}, attentions=plan.has_hooks)
+        return _front(core, plan, trace, pixels)
+
+
+def check_entry(model: nn.Module, plan: CapturePlan, tensors: Mapping[str, Tensor], picture: str) -> None:
+    """Check that the image reaches the output through the input of the last stack's first block alone.
+
+    Some decoders add what lower layers of the vision tower give to the states between their blocks.
+
+    Raises
+    ------
+    CaptureError
+    """
+    core = core_model(model)
+    trace = _Trace()
+    with exclusive(model, plan.configs), torch.enable_grad(), _tapped(core, plan, {}, trace, stop=False):
+        given = place(tensors, core.device, core.dtype)
+        pixels = given[picture].detach().requires_grad_()
+        outputs = run_model(
+            model, {**given, picture: pixels.clone()}, attentions=plan.has_hooks, keep_logits=True
+        )
+        answer = first_tensor(outputs)
+        leaves = [pixels, *(leaf for (stack, _), leaf in trace.states.items() if stack != plan.stacks[-1])]
+        gradients = (
+            torch.autograd.grad(answer, leaves, torch.ones_like(answer), allow_unused=True)
+            if answer.requires_grad
+            else [None] * len(leaves)
+        )
+    if any(gradient is not None and bool(gradient.any()) for gradient in gradients):
+        raise CaptureError(
+            f"{type(core).__name__}: the image enters {plan.stacks[-1]} again behind its first block, by "
+            "other ways than attention; no exact map of the image exists for it"
+        )
+
+
+def _front(core: Any, plan: CapturePlan, trace: _Trace, pixels: Tensor) -> Front:
+    name, stacks = type(core).__name__, plan.stacks
+    for stack in stacks:
+        if stack not in trace.inputs:
+            raise CaptureError(f"{name}: the blocks {stack} take no stream of positions; not supported")
+    sizes = {stack: _size(trace.inputs[stack]) for stack in stacks}
+    (seen,) = feeds(_rows(trace.inputs[stacks[0]]), [pixels], whole=False)
+    if bool((seen == SEVERAL).any()):
+        raise CaptureError(
+            f"{name}: pixels feed several positions of {stacks[0]} (its patches overlap or are convolved); "
+            "no exact map of the image exists for it"
+        )
+    sources = {}
+    for i, stack in enumerate(stacks[1:], start=1):
+        earlier = {depth: leaf for depth, leaf in trace.states.items() if depth[0] in stacks[:i]}
+        sources[stack] = _sources(name, stack, trace.inputs[stack], earlier)
+    words = np.zeros(0, np.int64)
+    if trace.words is not None:
+        (found,) = feeds(_rows(trace.inputs[stacks[-1]]), [trace.words])
+        words = found[0].cpu().numpy()
+    if (words == SEVERAL).any():
+        raise CaptureError(
+            f"{name}: tokens of the text feed several positions of {stacks[-1]}; not supported"
+        )
+    _check_reached(name, stacks[-1], seen, sources)
+    return Front(sizes, sources, words, seen.cpu().numpy())
+
+
+def _sources(
+    name: str, stack: str, taken: Tensor, earlier: Mapping[Depth, Tensor]
+) -> dict[Depth, NDArray[np.int64]]:
+    found = {}
+    for depth, fed in zip(earlier, feeds(_rows(taken), list(earlier.values())), strict=True):
+        if bool((fed == SEVERAL).any()):
+            raise CaptureError(
+                f"{name}: the connector between {depth[0]} and {stack} mixes patches (one patch feeds "
+                "several positions), other than by attention that could be captured; no exact map of the "
+                "image exists for it"
+            )
+        if bool((fed != NONE).any()):
+            found[depth] = fed.flatten().cpu().numpy()
+    return found
+
+
+def _check_reached(
+    name: str, last: str, seen: Tensor, sources: Mapping[str, Mapping[Depth, NDArray[np.int64]]]
+) -> None:
+    alone = not sources
+    if not bool((seen >= 0).any()) or (not alone and not sources[last]):
+        raise CaptureError(
+            f"{name}: no position of {last} draws on the image (or it does so through tokens that have no "
+            "gradient), so its map cannot be told"
+        )
+
+
+def _size(taken: Tensor) -> tuple[int, int]:
+    return (1, len(taken)) if taken.dim() == 2 else (len(taken), taken[0, ..., 0].numel())
+
+
+def _rows(taken: Tensor) -> Tensor:
+    return taken.reshape(-1, taken.shape[-1])
+
+
+@contextmanager
+def _tapped(
+    core: Any, plan: CapturePlan, tensors: Mapping[str, Tensor], trace: _Trace, *, stop: bool = True
+) -> Iterator[None]:
+    """Turn tokens, stack inputs and block outputs into leaves, and `stop` before the last stack."""
+    last = plan.stacks[-1]
+    with ExitStack() as hooks:
+        for stack in plan.stacks:
+            entry = own_thread(_entry(stack, trace, stop=stop and stack == last))
+            leave = own_thread(_leave(stack, trace))
+            for block in core.get_submodule(stack).children():
+                hooks.callback(block.register_forward_pre_hook(entry, with_kwargs=True).remove)
+                if stack != last:
+                    hooks.callback(block.register_forward_hook(leave, prepend=True).remove)
+        if "input_ids" in tensors:
+            embed = own_thread(_words(trace, tensors["input_ids"].shape[1]))
+            for module in _embeddings(core):
+                hooks.callback(module.register_forward_hook(embed, prepend=True).remove)
+        yield
+
+
+def _embeddings(core: Any) -> list[nn.Module]:
+    found = core.get_input_embeddings()
+    return [found] if isinstance(found, nn.Module) else []
+
+
+def _entry(stack: str, trace: _Trace, *, stop: bool) -> Any:
+    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if stack in trace.inputs:
+            return None
+        where = find_stream(args, kwargs)
+        if where is None:
+            return None
+        taken = args[where] if isinstance(where, int) else kwargs[where]
+        trace.inputs[stack] = taken
+        if stop:
+            raise _Reached
+        leaf = trace.states[stack, 0] = taken.detach().requires_grad_()
+        given = leaf.clone()
+        if isinstance(where, int):
+            return tuple(given if i == where else item for i, item in enumerate(args)), kwargs
+        return args, {**kwargs, where: given}
+
+    return hook
+
+
+def _leave(stack: str, trace: _Trace) -> Any:
+    def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
+        first = output[0] if isinstance(output, (tuple, list)) else output
+        if not isinstance(first, Tensor):
+            return None
+        trace.counts[stack] = trace.counts.get(stack, 0) + 1
+        leaf = trace.states[stack, trace.counts[stack]] = first.detach().requires_grad_()
+        return (leaf.clone(), *output[1:]) if isinstance(output, (tuple, list)) else leaf.clone()
+
+    return hook
+
+
+def _words(trace: _Trace, tokens: int) -> Any:
+    def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
+        if trace.words is not None or not isinstance(output, Tensor) or output.shape[:2] != (1, tokens):
+            return None
+        trace.words = output.detach().requires_grad_()
+        return trace.words.clone()
+
+    return hook

@@ -1,0 +1,161 @@
+"""Rollout of models that read an image and a text in one sequence, composed with what made its positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from audit.capture.check import check_rows, check_values
+from audit.capture.engine import BatchFold
+from audit.capture.front import Depth, Front
+from audit.capture.interface import AttentionCall
+from audit.capture.layers import CapturePlan
+from audit.capture.passes import exclusive, run_model, watched
+from audit.capture.settings import FoldSettings
+from audit.errors import CaptureError
+
+
+@dataclass
+class JoinedFold:
+    """The rollout of each stack of one probe, filled while their layers run.
+
+    Parameters
+    ----------
+    plan : CapturePlan
+        Its stacks in the order in which they run; rows are read from the last.
+    settings : FoldSettings
+    front : Front
+        How the inputs of the stacks come about.
+    read : float Tensor (1, position)
+        The output row, as weights over the rows of the last stack.
+    verify : bool
+        Also compare attention × values with every layer's own output.
+    """
+
+    plan: CapturePlan
+    settings: FoldSettings
+    front: Front
+    read: Tensor
+    verify: bool = False
+    folds: dict[str, BatchFold] = field(init=False)
+    states: dict[Depth, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.folds = {stack: BatchFold(self.settings, *self._rows(stack)) for stack in self.plan.stacks}
+        self._stack = {layer.path: layer.stack for layer in self.plan.layers}
+
+    def _rows(self, stack: str) -> tuple[Tensor, Tensor]:
+        """Return what is read of a stack and which of its positions are no pads: all."""
+        sequences, length = self.front.sizes[stack]
+        valid = torch.ones(sequences, length, dtype=torch.bool, device=self.read.device)
+        return (self.read if stack == self.plan.stacks[-1] else valid.float() / length), valid
+
+    def receive(self, call: AttentionCall) -> None:
+        """Take the attention of one layer."""
+        stack = self._stack[call.path]
+        fold = self.folds[stack]
+        check_rows(call, fold.valid)
+        if self.verify:
+            check_values(call, fold.valid)
+        if call.sink:
+            raise CaptureError(
+                f"attention layer {call.path} has a learned sink, which is not supported beside an image"
+            )
+        fold.fold(call.weights)
+        if (stack, fold.layer) in self.front.depths and fold.matrix is not None:
+            self.states[stack, fold.layer] = fold.matrix
+
+    def origins(self) -> Tensor:
+        """Return which image positions each position of the last stack stands for.
+
+        A position that several patches were merged into stands for each of them alike, and so it does for
+        the layers of a tower where the connector reads several.
+
+        Returns
+        -------
+        Tensor (position, image position)
+            Rows sum to 1; to 0 where a position stands for no part of the image.
+        """
+        first = self.plan.stacks[0]
+        size = self.front.sizes[first][0] * self.front.sizes[first][1]
+        known = {first: torch.eye(size, dtype=torch.float64, device=self.read.device)}
+        if len(self.plan.stacks) == 1:
+            seen = torch.from_numpy(np.unique(self.front.pixels[self.front.pixels >= 0])).to(self.read.device)
+            own = torch.zeros_like(known[first])
+            own[seen, seen] = 1
+            return own
+        for stack in self.plan.stacks[1:]:
+            known[stack] = self._made_of(stack, known)
+            whole = bool((known[stack].sum(dim=1) > 0).all())
+            if stack != self.plan.stacks[-1] and not whole:
+                raise CaptureError(
+                    f"{stack} has positions of its own beside those of the image; its map cannot be composed"
+                )
+        return known[self.plan.stacks[-1]]
+
+    def _made_of(self, stack: str, known: Mapping[str, Tensor]) -> Tensor:
+        total: Any = 0.0
+        times: Any = 0.0
+        for depth, fed in self.front.sources[stack].items():
+            taken = merging(torch.from_numpy(fed), int(np.prod(self.front.sizes[stack]))).to(self.read.device)
+            total = total + self._rolled(taken, depth) @ known[depth[0]]
+            times = times + (taken.sum(dim=1, keepdim=True) > 0).to(taken.dtype)
+        made: Tensor = total / times.clamp_min(1.0)
+        return made
+
+    def _rolled(self, rows: Tensor, depth: Depth) -> Tensor:
+        """Return rows (row, position) times the rollout of a stack up to a depth, sequence by sequence."""
+        if depth[1] == 0:
+            return rows
+        if depth not in self.states:
+            raise CaptureError(
+                f"block {depth[1] - 1} of {depth[0]} is read, but not every block has one attention layer; "
+                "this architecture is not supported"
+            )
+        matrix = self.states[depth].to(rows.dtype)
+        cut = rows.reshape(len(rows), len(matrix), -1)
+        return torch.einsum("rsq,sqk->rsk", cut, matrix).reshape(len(rows), -1)
+
+    def rows(self) -> list[Tensor]:
+        """Return the output row of the last stack after each of its layers: (position,)."""
+        return [row[0].double() for row in self.folds[self.plan.stacks[-1]].rows]
+
+    @property
+    def causal(self) -> bool:
+        """Return whether no position of the last stack attends beyond itself."""
+        return bool(self.folds[self.plan.stacks[-1]].causal[0])
+
+
+def merging(fed: Tensor, count: int) -> Tensor:
+    """Return a matrix whose row i is even over the earlier positions that feed position i.
+
+    Examples
+    --------
+    >>> merging(torch.tensor([1, 1, -1, 0]), 2).tolist()
+    [[0.0, 0.0, 0.0, 1.0], [0.5, 0.5, 0.0, 0.0]]
+    """
+    matrix = torch.zeros(count, len(fed), dtype=torch.float64)
+    known = (fed >= 0).nonzero()[:, 0]
+    matrix[fed[known], known] = 1.0
+    return matrix / matrix.sum(dim=1, keepdim=True).clamp_min(1.0)
+
+
+def fold_joined(model: nn.Module, tensors: Mapping[str, Tensor], fold: JoinedFold) -> Any:
+    """Run one probe and fold the attention of all of its stacks.
+
+    Returns
+    -------
+    The model's outputs
+
+    Raises
+    ------
+    CaptureError
+        When a layer was missed or its weights are not what it used.
+    """
+    with exclusive(model, fold.plan.configs), watched(fold.plan, fold.receive, None):
+        return run_model(model, tensors, attentions=fold.plan.has_hooks, keep_logits=True)

@@ -1,0 +1,297 @@
+"""Capture a list of probes with a model that reads an image and a text in one sequence."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from audit.capture.check import same_tensors
+from audit.capture.front import Front, check_entry, trace_front
+from audit.capture.inputs import Encoded, core_model, patch_size
+from audit.capture.joined import JoinedFold, fold_joined
+from audit.capture.layers import CapturePlan, plan_capture
+from audit.capture.maps import stream_map
+from audit.capture.mixing import check_mixing
+from audit.capture.passes import active_plan, exclusive, place, run_model
+from audit.capture.pictures import Picture
+from audit.capture.predictions import first_tensor, predictions
+from audit.capture.rows import decide_row, row_weights
+from audit.capture.settings import ROLLOUT, FoldSettings
+from audit.errors import CaptureError, ConfigError, ProbeError
+from audit.records import Captured, CaptureSettings, Checkpoint, Map, Method, Positions
+from audit.records import Stream as StreamName
+
+GENERATES = ("image-text-to-text", "causal-lm")
+
+
+@dataclass(frozen=True)
+class JoinedSession:
+    """A checkpoint that reads an image with text, and everything that is decided once for all probes.
+
+    `plan` is None until the first probe has run; models take one probe at a time, since images differ.
+    """
+
+    checkpoint: Checkpoint
+    settings: CaptureSettings
+    fold: FoldSettings
+    row: str
+    wanted: dict[str, Any]
+    plan: CapturePlan
+
+    @property
+    def reader(self) -> Checkpoint:
+        """Return the checkpoint as what its head is: a language model where it generates text."""
+        generates = self.checkpoint.task in GENERATES
+        return replace(self.checkpoint, task="causal-lm") if generates else self.checkpoint
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One probe, run: its fold, the model's outputs, and the probe as the last stack sees it."""
+
+    item: Encoded
+    front: Front
+    fold: JoinedFold
+    outputs: Any
+    row_index: int
+
+
+def open_joined(
+    checkpoint: Checkpoint, item: Encoded, settings: CaptureSettings, method: Method, wanted: dict[str, Any]
+) -> JoinedSession:
+    """Decide what is the same for all probes, from the first.
+
+    Raises
+    ------
+    ConfigError
+        For methods and parameters that have no meaning for an image with text yet.
+    CaptureError
+        When the model cannot run or has layers whose attention cannot be seen.
+    """
+    fold = FoldSettings.from_method(method)
+    check_joined_settings(fold)
+    core = core_model(checkpoint.model)
+    plan = active_plan(checkpoint.model, plan_capture(core), item.tensors, joined=True)
+    return JoinedSession(checkpoint, settings, fold, method.row, wanted, plan)
+
+
+def check_joined_settings(settings: FoldSettings) -> None:
+    """Raise ConfigError for methods and parameters that have no meaning for an image with text yet."""
+    plain = settings.start_layer == 0 and settings.head_weights is None
+    if settings.method != ROLLOUT or not plain or not isinstance(settings.residual, float):
+        raise ConfigError(
+            f"[method] name = {settings.method!r} with these parameters is not available for an image with "
+            "text in one sequence; use rollout with one residual, no start_layer and no head_weights"
+        )
+
+
+def capture_joined(session: JoinedSession, window: Sequence[Encoded]) -> Iterator[Captured]:
+    """Yield the maps of the streams ``image`` and ``text`` and the prediction of each probe, in order.
+
+    Raises
+    ------
+    CaptureError
+        When attention cannot be captured exactly; the message names the layer.
+    ProbeError
+        When a probe has no such row.
+    """
+    for item in window:
+        yield _captured(session, _run(session, item))
+
+
+def verify_joined(session: JoinedSession, window: Sequence[Encoded]) -> None:
+    """Check on the first probe what :func:`audit.capture.session.verify` checks, in every stack.
+
+    The image must also enter the last stack at its first block alone.
+
+    Raises
+    ------
+    CaptureError
+    """
+    model, plan = session.checkpoint.model, session.plan
+    first, again = _run(session, window[0], verify=True), _run(session, window[0])
+    if not (
+        same_tensors(first.fold.rows()[-1], again.fold.rows()[-1])
+        and same_tensors(first.fold.origins(), again.fold.origins())
+    ):
+        raise CaptureError("determinism: two identical passes disagree; no shift can be judged")
+    for stack in plan.stacks:
+        check_mixing(model, plan, first.item.tensors, first.front.sizes[stack][1], stack)
+    check_entry(model, plan, first.item.tensors, _picture(first.item).name)
+    with exclusive(model, plan.configs):
+        plain = first_tensor(run_model(model, first.item.tensors, keep_logits=True))
+    if not same_tensors(plain, first_tensor(first.outputs)):
+        raise CaptureError(f"{type(core_model(model)).__name__}: capturing changes the model's own output")
+
+
+def _run(session: JoinedSession, item: Encoded, *, verify: bool = False) -> _Run:
+    model, plan = session.checkpoint.model, session.plan
+    item, row = with_answer(session.checkpoint, item, session.row)
+    front = trace_front(model, plan, item.tensors, _picture(item).name)
+    whole = replace(item, positions=_sequence(front, plan.stacks[-1], item.positions))
+    with exclusive(model, plan.configs):
+        decided = decide_row(session.reader, row, whole)
+    weights = row_weights(decided, whole, None)
+    read = torch.from_numpy(weights)[None].to(core_model(model).device)
+    fold = JoinedFold(plan, session.fold, front, read, verify)
+    outputs = fold_joined(model, item.tensors, fold)
+    return _Run(whole, front, fold, outputs, int(weights.argmax()))
+
+
+def _picture(item: Encoded) -> Picture:
+    if item.picture is None:
+        raise CaptureError(f"probe {item.probe.id} has no image with its text; split the probe set")
+    return item.picture
+
+
+def with_answer(checkpoint: Checkpoint, item: Encoded, row: str) -> tuple[Encoded, str]:
+    """Return a probe with the first tokens of the answer to it, without sampling, and the row to read.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    item : Encoded
+    row : str
+        ``decoder:<i>`` is the row that predicts generated token i: the last of the prompt and i tokens of
+        the answer. Other rows stay, and generate nothing.
+
+    Raises
+    ------
+    ProbeError
+        When the answer ends before token i.
+    """
+    match = re.fullmatch(r"decoder:(\d+)", row)
+    if match is None or checkpoint.task not in GENERATES:
+        return item, row
+    steps, core = int(match[1]), core_model(checkpoint.model)
+    if steps == 0:
+        return item, "last"
+    with exclusive(checkpoint.model):
+        given = place(item.tensors, core.device, core.dtype)
+        ids = core.generate(**given, max_new_tokens=steps, do_sample=False, num_beams=1).cpu()
+    before = item.tensors["input_ids"].shape[1]
+    answer = ids[:, before:] if torch.equal(ids[:, :before], item.tensors["input_ids"]) else ids
+    if answer.shape[1] < steps:
+        raise ProbeError(
+            f"probe {item.probe.id}: the checkpoint generates {answer.shape[1]} tokens, none is row {row!r}; "
+            "mend [method] row or remove the probe"
+        )
+    return replace(
+        item, tensors=_longer(item.tensors, answer), positions=_padded(item.positions, steps)
+    ), "last"
+
+
+def _longer(tensors: Mapping[str, Tensor], answer: Tensor) -> dict[str, Tensor]:
+    """Append tokens of the answer; they are attended to and belong to no image."""
+    shape, found = tensors["input_ids"].shape, dict(tensors)
+    for name, tensor in tensors.items():
+        if tensor.shape == shape:
+            more = torch.ones_like(answer) if name == "attention_mask" else torch.zeros_like(answer)
+            found[name] = torch.cat([tensor, (answer if name == "input_ids" else more).to(tensor)], dim=1)
+    return found
+
+
+def _padded(positions: Positions, more: int) -> Positions:
+    index = np.concatenate([np.arange(len(positions)), np.full(more, -1)])
+    return taken_positions(positions, index)
+
+
+def _sequence(front: Front, stack: str, text: Positions) -> Positions:
+    """Return the positions of the last stack: those of the text where its tokens are, special elsewhere."""
+    sequences, length = front.sizes[stack]
+    if sequences != 1:
+        raise CaptureError(f"{stack} runs {sequences} sequences for one probe; this is not supported")
+    index = np.full(length, -1)
+    known = front.words >= 0
+    index[front.words[known]] = np.flatnonzero(known)
+    return taken_positions(text, index)
+
+
+def taken_positions(positions: Positions, index: NDArray[np.int64]) -> Positions:
+    """Return positions in another order; a special one without place where the index is negative."""
+    missing = index < 0
+
+    def take(values: Any, fill: float) -> Any:
+        if values is None:
+            return None
+        taken = values[np.where(missing, 0, index)].copy()
+        taken[missing] = fill
+        return taken
+
+    return Positions(
+        kind=positions.kind,
+        special=take(positions.special, True),
+        starts=take(positions.starts, -1),
+        ends=take(positions.ends, -1),
+        parts=take(positions.parts, -1),
+        boxes=take(positions.boxes, 0),
+    )
+
+
+def _captured(session: JoinedSession, run: _Run) -> Captured:
+    rows, origins = torch.stack(run.fold.rows()), run.fold.origins()
+    is_image = (origins.sum(dim=1) > 0).cpu().numpy()
+    index = torch.tensor([run.row_index])
+    prediction = predictions(session.reader, [run.item], run.outputs, session.wanted, index)[0]
+    image, order = _image_positions(session, run)
+    seen = (rows @ origins).cpu().numpy()[:, order]
+    causal = run.fold.causal and not is_image[0]
+    text = replace(taken_positions(run.item.positions, np.flatnonzero(~is_image)), causal=causal)
+    parts: list[tuple[StreamName, NDArray[np.float64], Positions]] = [
+        ("image", seen, image),
+        ("text", rows.cpu().numpy()[:, ~is_image], text),
+    ]
+    maps = tuple(_map(session, run, *part) for part in parts)
+    return Captured(maps, prediction)
+
+
+def _map(
+    session: JoinedSession, run: _Run, stream: StreamName, rows: NDArray[np.float64], positions: Positions
+) -> Map:
+    extra = _conventions(run) if stream == "image" else {}
+    whole = session.settings.layer_maps and bool((rows.sum(axis=1) > 0).all())
+    return stream_map(run.item, rows[-1], rows if whole else None, positions, extra, stream=stream)
+
+
+def _conventions(run: _Run) -> dict[str, float]:
+    """Return what of the image's map rests on a convention: how many patches and layers count alike."""
+    last = run.front.sources.get(run.fold.plan.stacks[-1], {})
+    merged = [int(np.unique(fed[fed >= 0], return_counts=True)[1].max()) for fed in last.values()]
+    return {"merged_patches": float(max(merged, default=1)), "tower_layers": float(max(len(last), 1))}
+
+
+def _image_positions(session: JoinedSession, run: _Run) -> tuple[Positions, NDArray[np.int64]]:
+    """Return the image's positions, special ones first, patches row by row, and their order in the stack."""
+    picture, stack = _picture(run.item), run.fold.plan.stacks[0]
+    sequences, length = run.front.sizes[stack]
+    patch = patch_size(core_model(session.checkpoint.model).config)
+    boxes = picture.boxes(run.front.pixels, sequences * length, patch)
+    special = (boxes[:, 2] <= boxes[:, 0]) | (boxes[:, 3] <= boxes[:, 1])
+    boxes[special] = 0
+    tile = np.arange(sequences * length) // length
+    fine = np.rint(boxes * 1e3)
+    order = np.lexsort((fine[:, 0], fine[:, 1], tile, ~special))
+    if len(run.fold.plan.stacks) == 1:  # the text is there, too
+        order = order[np.isin(order, np.unique(run.front.pixels[run.front.pixels >= 0]))]
+    found = Positions(
+        kind="patch", special=special[order], boxes=boxes[order], grid=_grid(boxes[order], special[order])
+    )
+    return found, order
+
+
+def _grid(boxes: NDArray[np.float32], special: NDArray[np.bool_]) -> tuple[int, int] | None:
+    """Return rows and columns of patches that tile one rectangle row by row, None where they do not."""
+    content = np.rint(boxes[~special] * 1e3)
+    tops = len(np.unique(content[:, 1]))
+    if tops == 0 or len(content) % tops:
+        return None
+    table = content.reshape(tops, -1, 4)
+    alike = np.ptp(table[:, :, 1], axis=1).max() == 0 and np.ptp(table[:, :, 0], axis=0).max() == 0
+    return (tops, table.shape[1]) if alike else None
