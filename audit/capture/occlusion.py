@@ -141,9 +141,10 @@ def replacement_token(checkpoint: Checkpoint, encoded: Sequence[Encoded]) -> tup
     if encoded and "pixel_values" in encoded[0].tensors:
         return "mean colour", None
     tokenizer = text_tokenizer(checkpoint)
+    known = len(checkpoint.model.get_input_embeddings().weight)
     for name in ("mask", "unk", "pad", "eos"):
         found = getattr(tokenizer, f"{name}_token_id", None)
-        if found is not None:
+        if found is not None and found < known:  # a tokenizer may name tokens that the model does not have
             return f"{name} token", int(found)
     raise CheckpointError(
         f"checkpoint {checkpoint.info.ref} has no mask, unknown, pad or end token to occlude with; add one"
