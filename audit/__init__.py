@@ -36,6 +36,7 @@ _HOMES = {
         "entropy",
         "sink_share",
     ),
+    "audit.alignment": ("align_maps",),
     "audit.agreement": ("pointing_game", "iou_at_area", "auprc"),
     "audit.compare": ("compare_maps",),
     "audit.calibrate": ("replicate_test",),

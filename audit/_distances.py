@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from audit._cells import NO_CHANGE, ONE_GROUP, ONE_PROBE, Interval, Options, number, spread, strong_mask
+from audit._measures import DISTANCES
 from audit._resampling import (
     Array,
     Codes,
@@ -18,7 +19,7 @@ from audit._resampling import (
     percentile_interval,
     variance_of_mean,
 )
-from audit.calibrate import DISTANCES, distance_replicate_test, replicate_test
+from audit.calibrate import distance_replicate_test, replicate_test
 from audit.records import Cell, Column, Effect, ReplicateTest
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from audit._measures import DISTANCES
 from audit.calibrate import (
-    DISTANCES,
     Alternative,
     distance_replicate_test,
     excess_interval,

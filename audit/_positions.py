@@ -114,6 +114,33 @@ def earth_mover_distance(p: ArrayLike, q: ArrayLike, grid: tuple[int, int]) -> R
     return as_result(np.reshape(costs, before.shape[:-1]) / steps)
 
 
+def center_of_mass(p: ArrayLike) -> Result:
+    """Return the mean position of a map, on positions i/(n - 1).
+
+    Parameters
+    ----------
+    p : (..., n)
+        Map over positions in their order; sums to 1.
+
+    Returns
+    -------
+    float or (...)
+        In [0, 1]; 0 for a single position.
+
+    Raises
+    ------
+    ValueError
+        As for :func:`entropy`.
+
+    Examples
+    --------
+    >>> center_of_mass([0.0, 0.5, 0.5])
+    0.75
+    """
+    map_ = checked_map("p", p)
+    return as_result(map_ @ np.linspace(0.0, 1.0, map_.shape[-1]))
+
+
 def center_of_mass_shift(p: ArrayLike, q: ArrayLike) -> Result:
     """Return how far the mean position moved: after - before, on positions i/(n - 1).
 
@@ -172,7 +199,7 @@ def spread_to_words(p: ArrayLike, spans: ArrayLike, words: ArrayLike) -> Result:
     """
     map_ = checked_map("p", p)
     tokens = _spans("spans", spans, map_.shape[-1])
-    return as_result(map_ @ _overlap_share(tokens, _spans("words", words, None)))
+    return as_result(map_ @ overlap_share(tokens, _spans("words", words, None)))
 
 
 def resample_grid(p: ArrayLike, grid: tuple[int, int], target: tuple[int, int]) -> Result:
@@ -204,7 +231,8 @@ def resample_grid(p: ArrayLike, grid: tuple[int, int], target: tuple[int, int]) 
     check_grid(grid, map_.shape[-1])
     check_grid(target, target[0] * target[1])
     shares = [
-        _overlap_share(_bands(cells), _bands(wanted)) for cells, wanted in zip(grid, target, strict=True)
+        overlap_share(equal_bands(cells), equal_bands(wanted))
+        for cells, wanted in zip(grid, target, strict=True)
     ]
     image = map_.reshape(*map_.shape[:-1], *grid)
     resampled = np.einsum("...ij,ik,jl->...kl", image, *shares)
@@ -267,12 +295,12 @@ def _spans(name: str, spans: ArrayLike, count: int | None) -> NDArray[np.float64
     return array
 
 
-def _bands(count: int) -> NDArray[np.float64]:
+def equal_bands(count: int) -> NDArray[np.float64]:
     """Return `count` equal bands of [0, 1] as (start, end)."""
     return np.array(list(pairwise(np.linspace(0.0, 1.0, count + 1))))
 
 
-def _overlap_share(source: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
+def overlap_share(source: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return which share of each source interval lies in each target interval (source, target)."""
     start = np.maximum(source[:, None, 0], target[None, :, 0])
     end = np.minimum(source[:, None, 1], target[None, :, 1])

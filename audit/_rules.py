@@ -20,6 +20,7 @@ from audit._floor import (
     replicates_needed,
     within_of,
 )
+from audit._measures import DISTANCES, SIMILARITIES
 from audit._sentences import (
     excess_numbers,
     excess_sentence,
@@ -28,12 +29,9 @@ from audit._sentences import (
     place,
     retraining,
 )
-from audit.calibrate import DISTANCES, equivalence
+from audit.calibrate import equivalence
 from audit.errors import ConfigError
 from audit.records import Cell, Comparison, Outcome, Policy, ReplicateTest, Rule, RuleVerdict
-
-SIMILARITIES = frozenset({"cosine_similarity", "spearman", "top_k_overlap"})
-"""Measures that are largest for equal maps: their limit is a lower one."""
 
 
 def _nearest(wanted: object, known: Iterable[object]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from audit._floor import Floor, plural
-from audit.calibrate import DISTANCES
+from audit._measures import DISTANCES, SIGNED
 from audit.records import Cell, Outcome, ReplicateTest, Rule
 
 _EFFECTS = {
@@ -85,21 +85,25 @@ def movement(cell: Cell) -> str:
 
 
 def _name(measure: str) -> str:
-    return measure.replace("_", " ").replace("js ", "JS ").replace("kl ", "KL ")
+    named = measure.replace("_", " ").replace("js ", "JS ").replace("kl ", "KL ")
+    return named.replace("spearman", "Spearman").replace("sink ", "sink share ")
 
 
 def measured(cell: Cell) -> str:
     """Return the numbers: share before and after, value, interval."""
     if cell.value is None:
         return f"{_name(cell.measure)} is undefined"
-    signed = cell.measure not in DISTANCES and cell.measure not in ("level", "ratio")
+    signed = cell.measure in SIGNED
     digits = decimals_for(cell.value, *(cell.interval or ()))
     parts = []
     if cell.before is not None and cell.after is not None and cell.measure != "level":
         ends = decimals_for(cell.before, cell.after)
         one, two = number(cell.before, ends), number(cell.after, ends)
         both = f"shift {one} on the first probe set and {two} on the second"
-        parts.append(both if cell.effect == "interaction" else f"share {one} → {two}")
+        ends_of = (
+            "share" if cell.measure in ("shift", "ratio") else _name(cell.measure).removesuffix(" change")
+        )
+        parts.append(both if cell.effect == "interaction" else f"{ends_of} {one} → {two}")
     name = "share after" if cell.measure == "level" else _name(cell.measure)
     name = "difference" if cell.effect == "interaction" and cell.measure == "shift" else name
     text = f"{name} {number(cell.value, digits, signed=signed)}"
@@ -124,7 +128,7 @@ def retraining(floor: Floor, measure: str) -> str:
     if floor.mean is None:
         return ""
     digits = decimals_for(floor.mean, floor.sd)
-    signed = measure not in DISTANCES and measure not in ("level", "ratio")
+    signed = measure in SIGNED
     verb = "moves it by" if signed or measure in DISTANCES else "gives"
     spread = "" if floor.sd is None else f" ± {number(floor.sd, digits)}"
     return f"harmless re-training {verb} {number(floor.mean, digits, signed=signed)}{spread}"
@@ -132,7 +136,7 @@ def retraining(floor: Floor, measure: str) -> str:
 
 def limit_sentence(cell: Cell, rule: Rule, outcome: Outcome, bounds: tuple[float, float], floor: str) -> str:
     """Return the sentence of a limit rule."""
-    signed = rule.measure not in DISTANCES and rule.measure not in ("level", "ratio")
+    signed = rule.measure in SIGNED
     if outcome is Outcome.FAIL and rule.measure in ("level", "ratio"):
         head = f"{_EFFECTS[cell.effect]}the attention map's share{_at(cell)} is outside the limit"
     elif outcome is Outcome.FAIL:

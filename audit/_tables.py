@@ -88,7 +88,7 @@ def _two_groups(groups: object, before: ShareTable, after: ShareTable) -> tuple[
     )
 
 
-def _segment_rows(segments: Mapping[str, Sequence[str | None]] | None, n: int) -> dict[str, list[int]]:
+def segment_rows(segments: Mapping[str, Sequence[str | None]] | None, n: int) -> dict[str, list[int]]:
     """Return the rows of each ``key=value``."""
     rows: dict[str, list[int]] = {}
     for key, values in (segments or {}).items():
@@ -180,7 +180,7 @@ def compare_tables(
     old, new = _values("before", before), _aligned("after", before, after)
     others = [_aligned(f"replicates[{i}]", before, one) for i, one in enumerate(replicates)]
     strong = strong_mask(replicate_kinds, len(others))
-    parts = _segment_rows(segments, len(old))
+    parts = segment_rows(segments, len(old))
     whole = encode_groups(groups, len(old))  # type: ignore[arg-type]
     cells = _paired_cells(before.columns, old, new, others, codes=whole, strong=strong, options=options)
     segmented: list[Cell] = []

@@ -19,7 +19,6 @@ from audit._multiplicity import benjamini_hochberg, e_process, holm, sign_flip_m
 from audit.records import ReplicateTest
 
 __all__ = [
-    "DISTANCES",
     "Alternative",
     "benjamini_hochberg",
     "distance_replicate_test",
@@ -36,20 +35,6 @@ __all__ = [
 
 Alternative = Literal["two-sided", "greater", "less"]
 Array = NDArray[np.float64]
-
-DISTANCES: frozenset[str] = frozenset(
-    {
-        "js_distance",
-        "js_divergence",
-        "kl_divergence",
-        "total_variation",
-        "hellinger",
-        "wasserstein",
-        "energy_distance",
-        "earth_mover_distance",
-    }
-)
-"""Measures that are never negative: judged one-sided, on the log scale."""
 
 _QUADRATURE = 2000
 

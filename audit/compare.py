@@ -14,7 +14,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from audit._distances import compare_distances
 from audit._tables import compare_interaction, compare_tables
-from audit.records import Cell, Column, Comparison, Map, ShareTable
+from audit.alignment import same_positions
+from audit.records import Cell, Column, Comparison, Map, Positions, ShareTable
 
 __all__ = ["compare_distances", "compare_interaction", "compare_maps", "compare_tables"]
 
@@ -40,6 +41,7 @@ class _Entry:
     weights: Array
     content: NDArray[np.bool_]
     layers: Array | None = None
+    positions: Positions | None = None
 
 
 def _entries(name: str, maps: Maps) -> dict[Key, _Entry]:
@@ -52,7 +54,7 @@ def _entries(name: str, maps: Maps) -> dict[Key, _Entry]:
             raise ValueError(f"{where}: expected every probe once a stream, got probe {key[0]!r} twice")
         if isinstance(one, Map):
             layers = None if one.layers is None else np.asarray(one.layers, dtype=np.float64)
-            entries[key] = _Entry(_checked(where, one.weights), one.positions.content, layers)
+            entries[key] = _Entry(_checked(where, one.weights), one.positions.content, layers, one.positions)
         else:
             weights = _checked(where, one)
             entries[key] = _Entry(weights, np.ones(len(weights), dtype=bool))
@@ -159,12 +161,18 @@ def _require_same(name: str, old: Mapping[Key, _Entry], other: Mapping[Key, _Ent
             )
             raise ValueError(f"{name}: expected the probes of before ({len(old)}), but it {kind} {shown}")
     for (probe, stream), entry in old.items():
-        size, found = len(entry.weights), len(other[probe, stream].weights)
-        if size != found:
+        if not _same_places(entry, other[probe, stream]):
             raise ValueError(
-                f"{name}: expected {size} positions for probe {probe!r} as in before, got {found}; "
-                "bring maps of different tokenizers or patch grids to common positions first"
+                f"{name}: expected the {len(entry.weights)} positions of before for probe {probe!r}, got "
+                f"{len(other[probe, stream].weights)} (another tokenizer or patch grid); bring the maps to "
+                "common positions with audit.align_maps first"
             )
+
+
+def _same_places(one: _Entry, other: _Entry) -> bool:
+    if one.positions is None or other.positions is None:
+        return len(one.weights) == len(other.weights)
+    return same_positions(one.positions, other.positions)
 
 
 def _region_weights(

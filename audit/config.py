@@ -15,12 +15,16 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from audit._measures import SIMILARITIES, MapMeasure
 from audit._method_parameters import check_method
 from audit.errors import ConfigError
 from audit.records import CaptureSettings, Effect, Method, Policy, Region, ReplicateKind, Rule
 from audit.regions import parse_regions
 
 RESAMPLES = 9999
+DEFAULT_MEASURES: tuple[MapMeasure, ...] = ("js_distance", "wasserstein")
+"""Measures of whole maps that every comparison tells."""
+
 DEFAULT_STORE = "data/store"
 
 
@@ -169,6 +173,7 @@ class StatisticsSection(_Section):
     power: Annotated[float, Field(gt=0, lt=1)] = Policy.power
     resamples: Annotated[int, Field(ge=99)] = RESAMPLES
     seed: int = 0
+    measures: tuple[MapMeasure, ...] = DEFAULT_MEASURES
 
 
 class RuleSection(_Section):
@@ -203,7 +208,7 @@ class RuleSection(_Section):
 
     def _check_bounds(self, fail: float) -> None:
         """Refuse limits that no value, or every value, could keep."""
-        from audit._rules import SIMILARITIES, limit_bounds
+        from audit._rules import limit_bounds
 
         rule = Rule(**self.model_dump())
         if fail < 0 and self.measure not in SIMILARITIES and self.direction != "decrease":

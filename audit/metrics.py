@@ -16,6 +16,7 @@ from scipy.special import entr, rel_entr
 
 from audit._maps import Result, as_result, checked_map, checked_pair
 from audit._positions import (
+    center_of_mass,
     center_of_mass_shift,
     earth_mover_distance,
     energy_distance,
@@ -25,6 +26,7 @@ from audit._positions import (
 )
 
 __all__ = [
+    "center_of_mass",
     "center_of_mass_shift",
     "cosine_similarity",
     "depth_collapse",

@@ -477,6 +477,8 @@ class Comparison:
     `identical_maps` is True when no map differs at all; `same_weights` None when unknown (maps that
     were made elsewhere). `mismatches` lists the settings in which the runs differ. `nondeterministic`
     says what differed when the same probe went twice through one checkpoint, None when nothing did.
+    `alignment` says how maps over different positions (tokenizer, patch grid) were brought to common
+    ones, and why layers are not compared.
     """
 
     kind: Literal["paired", "unpaired"]
@@ -497,6 +499,7 @@ class Comparison:
     confirmations: tuple[Confirmation, ...] = ()
     id: str | None = None
     nondeterministic: str | None = None
+    alignment: tuple[str, ...] = ()
 
     def find(
         self,

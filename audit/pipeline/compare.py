@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 
 from audit._domain import compare_distributions
 from audit._resampling import encode_groups
-from audit.compare import compare_distances, compare_interaction, compare_tables
-from audit.config import RESAMPLES
+from audit.compare import compare_interaction, compare_tables
+from audit.config import DEFAULT_MEASURES, RESAMPLES
 from audit.errors import NothingEvaluatedError, ProbeError
-from audit.metrics import js_distance, wasserstein
+from audit.pipeline.map_cells import map_cells
+from audit.pipeline.map_measures import map_measures
 from audit.pipeline.predictions import prediction_changes
 from audit.pipeline.runs import RunData, StoredRun, mismatches, read_run
 from audit.records import Cell, Column, Comparison, Policy, RunRef, ShareTable
@@ -25,16 +26,27 @@ Run = RunData | StoredRun
 AUTOMATIC = frozenset({"special", "first", "rest"})
 """Regions that every audit has where the architecture has such positions."""
 
-DISTANCES = {"js_distance": js_distance, "wasserstein": wasserstein}
-
 
 @dataclass(frozen=True)
 class Statistics:
-    """Level, resamples and seed of a comparison's intervals."""
+    """Level, resamples and seed of a comparison's intervals, and the measures of whole maps."""
 
     alpha: float = Policy.alpha
     resamples: int = RESAMPLES
     seed: int = 0
+    measures: tuple[str, ...] = DEFAULT_MEASURES
+
+    def settings(self) -> dict[str, Any]:
+        """Return what a comparison keeps and its id covers: `measures` only where others are asked for."""
+        found = {name: value for name, value in vars(self).items() if name != "measures"}
+        return found if self.measures == DEFAULT_MEASURES else {**found, "measures": list(self.measures)}
+
+    @classmethod
+    def of(cls, comparison: Comparison) -> Statistics:
+        """Return the settings that a stored comparison was made with."""
+        kept = comparison.settings
+        measures = tuple(kept.get("measures", DEFAULT_MEASURES))
+        return cls(comparison.alpha, int(kept["resamples"]), int(kept["seed"]), measures)
 
 
 def compare_runs(
@@ -77,11 +89,13 @@ def compare_runs(
     before, after = _as_run(before, store), _as_run(after, store)
     repeats = [_as_run(one, store, kind="seed") for one in replicates]
     check_comparable(before, after, repeats, paired=paired)
+    identical, notes = False, layer_notes(before, after) if paired else ()
     before, after, *repeats = in_common(before, after, *repeats)
     if paired:
-        cells, identical = _paired_cells(before, after, repeats, statistics)
+        cells, identical, aligned = _paired_cells(before, after, repeats, statistics)
+        notes = (*aligned, *notes)
     else:
-        cells, identical = _unpaired_cells(before, after, statistics), False
+        cells = _unpaired_cells(before, after, statistics)
     if domain is not None:
         cells += _interaction_cells(before, after, repeats, domain, statistics)
     return replace(
@@ -91,6 +105,7 @@ def compare_runs(
         n_clusters=_n_clusters(after) if paired else _smaller(_n_clusters(before), _n_clusters(after)),
         identical_maps=identical,
         predictions=prediction_changes(before, after) if paired else {},
+        alignment=notes,
     )
 
 
@@ -115,7 +130,7 @@ def outline(
     statistics: Statistics,
 ) -> Comparison:
     """Return a comparison without its cells: all that its id covers, for which no share is read."""
-    settings: dict[str, Any] = vars(statistics)
+    settings = statistics.settings()
     if domain is not None:
         runs = [domain[0], domain[1], *domain[2]]
         settings = {**settings, "domain": [run.ref.run_id for run in runs]}
@@ -217,12 +232,16 @@ def check_comparable(before: RunData, after: RunData, repeats: Sequence[RunData]
 
 
 def in_common(*runs: RunData) -> tuple[RunData, ...]:
-    """Return the runs with the columns that all of them have, in one order."""
+    """Return the runs with the columns that all of them have, in one order.
+
+    Layers are kept only where all runs have equally many: layer 3 of 6 is no counterpart of layer 3 of 12.
+    """
     shares = [column for column in runs[0].shares.columns if all(column in r.shares.columns for r in runs)]
     layered = [run.layer_shares for run in runs]
+    depths = {_n_layers(run) for run in runs}
     layers = [
         column
-        for column in (layered[0].columns if layered[0] is not None else ())
+        for column in (layered[0].columns if layered[0] is not None and len(depths) == 1 else ())
         if all(table is not None and column in table.columns for table in layered)
     ]
     return tuple(
@@ -233,6 +252,19 @@ def in_common(*runs: RunData) -> tuple[RunData, ...]:
         )
         for run in runs
     )
+
+
+def layer_notes(before: RunData, after: RunData) -> tuple[str, ...]:
+    """Return the line that says why layers are not compared, where both runs have some."""
+    one, two = _n_layers(before), _n_layers(after)
+    if one == two or not (one and two):
+        return ()
+    return (f"the checkpoints have {one} and {two} layers, so that nothing is compared layer by layer",)
+
+
+def _n_layers(run: RunData) -> int:
+    columns = () if run.layer_shares is None else run.layer_shares.columns
+    return 1 + max((column.layer or 0 for column in columns), default=-1)
 
 
 def _columns(table: ShareTable, wanted: Sequence[Column]) -> ShareTable:
@@ -289,19 +321,23 @@ def _table_cells(
 
 def _paired_cells(
     before: RunData, after: RunData, repeats: Sequence[RunData], statistics: Statistics
-) -> tuple[list[Cell], bool]:
+) -> tuple[list[Cell], bool, tuple[str, ...]]:
+    """Return the cells, whether no map differs, and how maps were aligned."""
     cells = _table_cells(before, after, repeats, statistics)
     if any(one.store is None for one in (before, after)):
-        return cells, _same_shares(before.shares, after.shares)
-    distances = map_distances(before, after)
+        return cells, _same_shares(before.shares, after.shares), ()
     if any(one.store is None for one in repeats):  # a floor holds no maps, so distances have no null
         repeats = ()
-    null = [map_distances(before, one) for one in repeats]
+    found = map_measures([before, after, *repeats], needed_measures(statistics))
     options = _options(before, repeats, statistics)
-    for (measure, column), values in distances.items():
-        others = [one[measure, column] for one in null]
-        cells.append(compare_distances(measure, values, others, column=column, **options))
-    return cells, all(_all_zero(values) for values in distances.values())
+    cells += map_cells(found, segments=before.segments, options=options)
+    compared = [values for (name, _), values in found.paired[0].items() if name in DEFAULT_MEASURES]
+    return cells, all(_all_zero(values) for values in compared), found.alignment
+
+
+def needed_measures(statistics: Statistics) -> tuple[str, ...]:
+    """Return the measures that a comparison computes: tables and identity need the usual ones."""
+    return tuple(dict.fromkeys((*DEFAULT_MEASURES, *statistics.measures)))
 
 
 def _same_shares(one: ShareTable, other: ShareTable) -> bool:
@@ -311,28 +347,6 @@ def _same_shares(one: ShareTable, other: ShareTable) -> bool:
 
 def _all_zero(values: NDArray[np.float64]) -> bool:
     return bool(np.all(values == 0.0))
-
-
-def map_distances(before: RunData, after: RunData) -> dict[tuple[str, Column], NDArray[np.float64]]:
-    """Return each distance between the maps of two runs, per probe, for the stack and every layer.
-
-    NaN marks a probe whose maps have different positions (another tokenizer or patch grid), or one of
-    which is undefined.
-    """
-    rows: dict[tuple[str, Column], list[float]] = {}
-    for one, other in zip(before.maps(), after.maps(), strict=True):
-        comparable = one.probe_id == other.probe_id and len(one.weights) == len(other.weights)
-        comparable = comparable and bool(one.weights.any() and other.weights.any())  # undefined: no mass
-        for name, distance in DISTANCES.items():
-            key = (name, Column("*", one.stream))
-            rows.setdefault(key, []).append(
-                float(distance(one.weights, other.weights)) if comparable else np.nan
-            )
-            if one.layers is None or other.layers is None or one.layers.shape != other.layers.shape:
-                continue
-            for layer, value in enumerate(np.atleast_1d(distance(one.layers, other.layers))):
-                rows.setdefault((name, Column("*", one.stream, layer)), []).append(float(value))
-    return {key: np.array(values) for key, values in rows.items()}
 
 
 def _interaction_cells(

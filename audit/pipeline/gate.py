@@ -14,6 +14,7 @@ from audit.pipeline.capture import capture_all
 from audit.pipeline.compare import Statistics, compare_runs, outline
 from audit.pipeline.confirm import confirm_regions
 from audit.pipeline.floor import freeze_floor
+from audit.pipeline.map_measures import MEASURES
 from audit.pipeline.plan import Progress, plan_audit
 from audit.pipeline.publish import publish
 from audit.pipeline.resolve import audit_runs, check_sources, replicate_runs, resolve
@@ -176,7 +177,11 @@ def compare_config(config: AuditConfig, store: Store, *, progress: Progress | No
 
 
 def _statistics(config: AuditConfig) -> Statistics:
-    return Statistics(config.statistics.alpha, config.statistics.resamples, config.statistics.seed)
+    """Return the settings of the statistics, with the measures that rules ask for."""
+    given = config.statistics
+    ruled = [rule.measure for rule in config.gate.rules if rule.measure in MEASURES]
+    measures = tuple(dict.fromkeys((*given.measures, *ruled)))
+    return Statistics(given.alpha, given.resamples, given.seed, measures)
 
 
 def with_allowed(policy: Policy, allow: tuple[str, ...]) -> Policy:

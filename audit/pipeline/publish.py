@@ -7,14 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from audit.config import AuditConfig
+from audit.config import DEFAULT_MEASURES, AuditConfig
 from audit.pipeline.agreement import agreement_notes
-from audit.pipeline.compare import in_common, map_distances
+from audit.pipeline.compare import in_common
 from audit.pipeline.examples import example_maps
 from audit.pipeline.files import writing
 from audit.pipeline.history import attempt_of, loosened_since
+from audit.pipeline.map_measures import map_measures
 from audit.pipeline.predictions import truncation_note
-from audit.pipeline.runs import read_run
+from audit.pipeline.runs import RunData, read_run
 from audit.pipeline.trend import trend_notes
 from audit.records import Comparison, Verdict
 from audit.report import ReportContext, to_html
@@ -82,16 +83,19 @@ def probe_table(store: Store, comparison: Comparison) -> dict[str, list[Any]]:
         ``probe_id, stream, region, before, after, shift, js_distance, wasserstein``; None where a region
         is missing.
     """
-    names = ("probe_id", "stream", "region", "before", "after", "shift", "js_distance", "wasserstein")
+    names = ("probe_id", "stream", "region", "before", "after", "shift", *DEFAULT_MEASURES)
     table: dict[str, list[Any]] = {name: [] for name in names}
     one, two = comparison.before, comparison.after
     if comparison.kind != "paired" or one is None or two is None or not store.has_run(one.run_id):
         return table
     before = read_run(store, one.run_id, layers=False)
     after = read_run(store, two.run_id, layers=False)
+    repeats = _aligned_with(store, comparison)
     distances = {
         (measure, column.stream): values
-        for (measure, column), values in map_distances(before, after).items()
+        for (measure, column), values in map_measures([before, after, *repeats], DEFAULT_MEASURES)
+        .paired[0]
+        .items()
         if column.layer is None
     }
     before, after = in_common(before, after)
@@ -103,9 +107,16 @@ def probe_table(store: Store, comparison: Comparison) -> dict[str, list[Any]]:
         table["before"] += _nullable(old)
         table["after"] += _nullable(new)
         table["shift"] += _nullable(new - old)
-        for measure in ("js_distance", "wasserstein"):
+        for measure in DEFAULT_MEASURES:
             table[measure] += _nullable(distances[measure, column.stream])
     return table
+
+
+def _aligned_with(store: Store, comparison: Comparison) -> list[RunData]:
+    """Return the replicates where common positions were made of theirs too."""
+    if not comparison.alignment or not all(store.has_run(ref.run_id) for ref in comparison.replicates):
+        return []
+    return [read_run(store, ref.run_id, kind=ref.kind, layers=False) for ref in comparison.replicates]
 
 
 def _nullable(values: np.ndarray[Any, Any]) -> list[float | None]:

@@ -24,6 +24,16 @@ TOLERANCE = 1e-9
 
 _SHOWN = 3
 
+_RECOMPUTED = (
+    "identical_maps",
+    "same_weights",
+    "mismatches",
+    "predictions",
+    "n_probes",
+    "n_clusters",
+    "alignment",
+)
+
 
 @dataclass(frozen=True)
 class Verification:
@@ -132,7 +142,7 @@ def _differences(store: Store, name: str) -> list[str]:
     shown = [f"{name}: {one}" for one in found[:_SHOWN]]
     if len(found) > _SHOWN:
         shown.append(f"{name}: {len(found) - _SHOWN} more numbers differ from those computed again")
-    for key in ("identical_maps", "same_weights", "mismatches", "predictions", "n_probes", "n_clusters"):
+    for key in _RECOMPUTED:
         if not _same(to_json(getattr(stored, key)), to_json(getattr(again, key))):
             shown.append(f"{name}: {key} is stored as {getattr(stored, key)}, got {getattr(again, key)}")
     if verdict is not None:
@@ -145,14 +155,13 @@ def recompute_comparison(store: Store, stored: Comparison) -> Comparison:
     run = [_run(store, ref) for ref in (stored.before, stored.after, *stored.replicates)]
     settings = stored.settings
     domain = [read_run(store, name) for name in _known(store, settings.get("domain", ()))]
-    statistics = Statistics(stored.alpha, int(settings["resamples"]), int(settings["seed"]))
     again = compare_runs(
         run[0],
         run[1],
         replicates=run[2:],
         domain=(domain[0], domain[1], domain[2:]) if domain else None,
         paired=stored.kind == "paired",
-        statistics=statistics,
+        statistics=Statistics.of(stored),
     )
     return replace(again, confirmations=stored.confirmations, settings=settings, id=stored.id)
 

@@ -141,7 +141,7 @@ def plain(value: Any) -> str:
 
 
 def caveats(comparison: Comparison | None, verdict: Verdict | None) -> list[str]:
-    """Return what lowers the weight of this verdict: mismatches, allowances, identical maps."""
+    """Return what lowers the weight of this verdict: mismatches, allowances, identical or aligned maps."""
     lines = []
     if verdict is not None and verdict.reason and verdict.reason not in verdict.sentence:
         lines.append(verdict.reason)
@@ -152,6 +152,8 @@ def caveats(comparison: Comparison | None, verdict: Verdict | None) -> list[str]
         lines.append(f"The runs differ in {', '.join(comparison.mismatches)}.")
     if comparison is not None and comparison.identical_maps and "identical" not in said:
         lines.append(_identical(comparison))
+    if comparison is not None:
+        lines += comparison.alignment
     return [clip(full_sentence(line), 600) for line in lines]
 
 

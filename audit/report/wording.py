@@ -10,10 +10,12 @@ import math
 import unicodedata
 from typing import TypeGuard
 
+from audit._measures import SIGNED as SIGNED_MEASURES
+from audit._measures import SIMILARITIES
 from audit.records import Rule, RuleVerdict
 
 MISSING = "–"
-SIGNED = frozenset({"shift", "center_of_mass_shift", "entropy_change", "logit"})
+SIGNED = SIGNED_MEASURES | {"logit"}
 JOINERS = "\u200c\u200d"
 
 
@@ -153,7 +155,8 @@ def limit(found: RuleVerdict) -> str:
     if rule.measure in SIGNED:
         return {"both": f"±{size}", "increase": f"≤ +{size}", "decrease": f"≥ −{size}"}[rule.direction]
     sign = "×" if rule.measure == "ratio" else ""
-    return f"{'≥' if rule.direction == 'decrease' else '≤'} {sign}{size}"
+    lowest = rule.direction != "increase" if rule.measure in SIMILARITIES else rule.direction == "decrease"
+    return f"{'≥' if lowest else '≤'} {sign}{size}"
 
 
 def _excess_limit(rule: Rule, resolved: float | None) -> str:

@@ -565,7 +565,7 @@ def test_maps_of_several_lengths_take_weights_for_each():
     assert (found.value, found.n_missing) == (pytest.approx(np.mean(wanted)), 1)
     js = [metrics.js_distance(a, b) for a, b in zip(before, after, strict=True)]
     assert next(compared.find("*", "js_distance")).value == pytest.approx(np.mean(js))
-    with pytest.raises(ValueError, match="4 positions for probe '0'"):
+    with pytest.raises(ValueError, match="4 positions of before for probe '0'"):
         compare_maps(before, after[::-1], **FAST)
 
 

@@ -1,0 +1,43 @@
+"""Names of the measures, and what kind of number each is."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+MapMeasure = Literal[
+    "js_distance",
+    "js_divergence",
+    "kl_divergence",
+    "total_variation",
+    "hellinger",
+    "wasserstein",
+    "energy_distance",
+    "earth_mover_distance",
+    "cosine_similarity",
+    "spearman",
+    "top_k_overlap",
+    "center_of_mass_shift",
+    "entropy_change",
+    "sink_change",
+]
+"""Measures of whole maps."""
+
+DISTANCES: frozenset[str] = frozenset(
+    {
+        "js_distance",
+        "js_divergence",
+        "kl_divergence",
+        "total_variation",
+        "hellinger",
+        "wasserstein",
+        "energy_distance",
+        "earth_mover_distance",
+    }
+)
+"""Measures that are never negative: judged one-sided, on the log scale."""
+
+SIMILARITIES: frozenset[str] = frozenset({"cosine_similarity", "spearman", "top_k_overlap"})
+"""Measures that are largest for equal maps: their limit is a lower one."""
+
+SIGNED: frozenset[str] = frozenset({"shift", "center_of_mass_shift", "entropy_change", "sink_change"})
+"""Measures that tell a direction: their limit holds for both, unless the rule names one."""
