@@ -18,7 +18,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export DO_NOT_TRACK := 1
 export HF_HUB_DISABLE_TELEMETRY := 1
 
-.PHONY: help demo test check fix bench bench-gpu coverage dashboard clean python
+.PHONY: help demo test check fix bench bench-gpu benchmark-shift coverage dashboard clean python
 
 help: ## List these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ bench: $(STAMP) ## Measure speed and memory beside the plain forward pass; write
 
 bench-gpu: $(STAMP) ## Measure the engines on a GPU (8 minutes); without one, in small on the CPU
 	$(BIN)/python -m tests.benchmarks.accelerator
+
+benchmark-shift: $(STAMP) ## Measure false alarms and power on planted shifts (an hour the first time); write SHIFT.md
+	nice $(BIN)/python -m tests.benchmarks.shift
 
 coverage: $(STAMP) ## Measure which model types of transformers can be audited (10 minutes); write docs/coverage.md
 	$(BIN)/audit coverage --measure --page docs/coverage.md

@@ -82,12 +82,15 @@ def read_reviews(name: str) -> list[Review]:
     return [json.loads(line) for line in lines]
 
 
+def word_lists() -> dict[str, list[str]]:
+    """Return the words that the reviews are made of, by kind."""
+    lists: dict[str, list[str]] = json.loads((data_folder() / "terms.json").read_text(encoding="utf-8"))
+    return lists
+
+
 def function_words() -> list[str]:
     """Return the words that the reviews use for grammar alone."""
-    words: list[str] = json.loads((data_folder() / "terms.json").read_text(encoding="utf-8"))[
-        "function_words"
-    ]
-    return words
+    return word_lists()["function_words"]
 
 
 def build_tokenizer(texts: Sequence[str]) -> Any:
