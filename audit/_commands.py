@@ -24,7 +24,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 def register(app: typer.Typer) -> None:
     """Add these commands to the command line."""
-    for command in (approve, verify, plan, replicate, coverage):
+    for command in (approve, verify, plan, replicate, coverage, gc):
         app.command()(command)
     app.command(name="import")(import_)
     app.command(name="list")(list_)
@@ -144,6 +144,33 @@ def list_(
         what = "; ".join(one["rules"]) or "release"
         until = f" until {one['expires']}" if one["expires"] else ""
         say(f"{one['approval_id']}  {one['comparison_id']}  {what}: {one['by']}{until} ({one['reason']})")
+
+
+def gc(
+    config: Annotated[
+        list[Path] | None, typer.Argument(metavar="[CONFIG]…", help="Keep what these audit.toml name.")
+    ] = None,
+    older_than: Annotated[float, typer.Option(min=0.0, help="Days that an unneeded run stays.")] = 90,
+    unfinished: Annotated[float, typer.Option(min=0.0, help="Days that unfinished work stays.")] = 7,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove; without it only tell.")] = False,
+    store: StoreUrl = None,
+    as_json: Json = False,
+) -> None:
+    """Tell, or with --yes remove, what nobody needs: old runs without a comparison, unfinished work."""
+    from audit.config import load_config
+    from audit.pipeline.upkeep import tidy_store
+
+    configs = [load_config(path) for path in config or ()]
+    where = _existing(store or (configs[0].store.url if configs else None))
+    found = tidy_store(where, configs, unreferenced_days=older_than, unfinished_days=unfinished, remove=yes)
+    if as_json:
+        say(json.dumps(vars(found)))
+        return
+    verb = "removed" if found.done else "would be removed"
+    lines = [f"{one['id']}  {verb}: {one['reason']}" for one in found.removed]
+    lines += [f"{one['id']}  stays: {one['reason']}" for one in found.kept]
+    hint = "" if found.done or not found.removed else "; --yes removes them, and the log keeps their ids"
+    say("\n".join([*lines, f"{len(found.removed)} {verb}, {len(found.kept)} runs stay{hint}"]))
 
 
 def import_(

@@ -382,6 +382,18 @@ class Store:
 def _fits(wanted: str | None, *values: str) -> bool:
     return wanted is None or wanted in values
 
+    def kept(self, *, removed: Collection[str] = (), keep: Collection[str] = ()) -> list[dict[str, str]]:
+        """Return the runs that stay besides `removed`, and why: ``{"id", "reason"}`` each.
+
+        Parameters
+        ----------
+        removed : collection of str
+            What :meth:`gc` removes.
+        keep : collection of str
+            As for :meth:`gc`.
+        """
+        return _upkeep.kept(self.root, removed, keep)
+
 
 def _maps_identity(spec: RunSpec) -> dict[str, Any]:
     """Return what decides the maps of a run: everything but regions, and annotations where unused."""

@@ -14,6 +14,8 @@ from audit.store import _log
 from audit.store._files import MANIFEST, check_file, read_json, writing
 from audit.store._reader import Files
 
+DAY = 86400
+
 
 def problems_of(root: Path, files: Files, name: str) -> list[str]:
     """Return what is wrong with one run or comparison; each line names the file."""
@@ -74,7 +76,7 @@ def candidates(
             if not (path / MANIFEST).exists() and _age(path) >= unfinished_after:
                 found.append({"id": path.name, "path": f"{kind}/{path.name}", "reason": "unfinished"})
     if unreferenced_after is not None:
-        needed = _referenced(root, set(keep))
+        needed = reasons_to_stay(root, keep)
         for path in _directories(root / "runs"):
             if (path / MANIFEST).exists() and path.name not in needed and _age(path) >= unreferenced_after:
                 found.append({"id": path.name, "path": f"runs/{path.name}", "reason": "unreferenced"})
@@ -91,32 +93,49 @@ def _age(path: Path) -> float:
     return time.time() - newest
 
 
-def _referenced(root: Path, keep: set[str]) -> set[str]:
-    """Return runs that comparisons, approvals, `keep`, unfinished work or such runs' maps need."""
-    needed = set(keep)
+def reasons_to_stay(root: Path, keep: Collection[str] = ()) -> dict[str, str]:
+    """Return run → why it is needed: compared, approved, asked for, or its maps serve such a run."""
+    needed = dict.fromkeys(keep, "named by the caller")
+    files = sorted((root / "approvals").glob("*.json"))
+    approved = {str(read_json(path).get("comparison_id")): path.stem for path in files}
     for path in _directories(root / "comparisons"):
         if (path / MANIFEST).exists():
             manifest = read_json(path / MANIFEST)
             runs = [manifest["before"], manifest["after"], *manifest["replicates"]]
-            needed |= {run["run_id"] for run in runs if run}
-            needed |= set(manifest["settings"].get("domain", ()))  # the same checkpoints on other probes
-    for path in sorted((root / "approvals").glob("*.json")):
-        needed |= {str(value) for value in read_json(path).values() if str(value).startswith("run-")}
+            names = [run["run_id"] for run in runs if run]
+            names += manifest["settings"].get("domain", ())  # the same checkpoints on other probes
+            by = approved.get(path.name)
+            reason = f"compared in {path.name}" + (f", approved in {by}" if by else "")
+            needed |= dict.fromkeys((name for name in names if by or name not in needed), reason)
     for path in _directories(root / "runs"):
         plan = path / "plan.json"
         if plan.exists() and (source := read_json(plan)["source"]):
-            needed.add(source)
-    return needed | _owners_of_maps(root, needed)
+            needed.setdefault(source, f"its maps serve {path.name}")
+    return _owners_of_maps(root, needed) | needed
 
 
-def _owners_of_maps(root: Path, needed: set[str]) -> set[str]:
-    owners = set()
+def _owners_of_maps(root: Path, needed: Collection[str]) -> dict[str, str]:
+    owners: dict[str, str] = {}
     for name in needed:
         path = root / "runs" / name / MANIFEST
         if path.exists():
             listed = [entry["path"] for entry in read_json(path)["files"]]
-            owners |= {Path(entry).parts[1] for entry in listed if entry.startswith("../")}
+            owners |= {
+                Path(one).parts[1]: f"its maps serve {name}" for one in listed if one.startswith("../")
+            }
     return owners
+
+
+def kept(root: Path, removed: Collection[str], keep: Collection[str]) -> list[dict[str, str]]:
+    """Return every run that stays, and why: ``{"id", "reason"}`` each."""
+    needed = reasons_to_stay(root, keep)
+    found = []
+    for path in _directories(root / "runs"):
+        if path.name not in removed:
+            age = "published" if (path / MANIFEST).exists() else "written"
+            default = f"{age} {_age(path) / DAY:.0f} days ago"
+            found.append({"id": path.name, "reason": needed.get(path.name, default)})
+    return found
 
 
 def remove(root: Path, candidate: dict[str, str]) -> None:
