@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import audit
 from audit.records import Outcome
 from tests.benchmarks.shift import bases, rates
+from tests.benchmarks.shift.collect import choose
 from tests.benchmarks.shift.families import Family
 from tests.benchmarks.shift.findings import findings_of
 from tests.benchmarks.shift.maps import Shares
@@ -181,10 +183,12 @@ def test_gate_fails_the_shortcut_and_hardly_a_harmless_run(summary):
 
 
 def test_page_and_rates_hold_the_measured_numbers(summary, tmp_path):
-    results = Results("2026, a machine", [summary], [summary], [summary], "rollout", "rollout")
+    results = Results("2026, a machine", [summary], [summary], {"made up": 7}, "rollout", "rollout")
     page, seed = to_page(results), summary.false_alarms["seed"]
     assert f"| {seed.value:.3f} [{seed.low:.3f}, {seed.high:.3f}] |" in page
     assert "- rollout, made up: " in page
+    assert "Scored bases: 20 made up; " in page
+    assert "7 made up" in page
     lines = page.splitlines()
     header = next(i for i, line in enumerate(lines) if line.startswith("| --- "))
     assert lines[header - 1].count("|") == lines[header].count("|") == lines[header + 1].count("|")
@@ -194,7 +198,14 @@ def test_page_and_rates_hold_the_measured_numbers(summary, tmp_path):
     assert set(kept) == {"seed", "release", "refresh"}
 
 
-def test_rates_of_too_few_bases_are_not_printed(tmp_path):
+def test_best_method_misses_fewest_goals_on_most_bases(summary):
+    worse = replace(summary, method="worse", correlation=0.5)
+    lucky = replace(summary, method="lucky", bases=3, located=rates.Rate(1.0, 1.0, 1.0, 3))
+    assert choose([worse, summary, lucky]) == "rollout"
+    assert [goal for goal in missed_goals(worse) if "correlation" in goal] == ["correlation 0.50"]
+
+
+def test_rates_of_too_few_bases_are_not_written(tmp_path):
     found = [findings_of(family(), *made_up(seed), gate=False) for seed in range(3)]
     write_rates([summarise("rollout", "both", found)], tmp_path / "rates.json", "2026")
-    assert json.loads((tmp_path / "rates.json").read_text())["rates"] == []
+    assert not (tmp_path / "rates.json").exists()

@@ -34,8 +34,8 @@ from tests.benchmarks.shift.rates import (
 )
 from tests.benchmarks.shift.truth import Truth
 
-WANTED_SHARE = 0.1
-"""Change of the causal share from which a shift has to be found."""
+WANTED_SHARE, SMALL_SHARE = 0.1, 0.02
+"""Changes of the causal share: from the one a shift has to be found, below the other nobody asks."""
 ACCURACY_STEP = 0.01
 OTHERS = tuple(one for one in HARMLESS if one != ANCHOR)
 
@@ -92,6 +92,11 @@ class Findings:
         """Return which checkpoints of the dial follow the shortcut enough to have to be found."""
         return np.asarray(self.delta >= WANTED_SHARE)
 
+    @property
+    def weak(self) -> NDArray[np.bool_]:
+        """Return which checkpoints of the dial follow the shortcut a little."""
+        return np.asarray((self.delta >= SMALL_SHARE) & (self.delta < WANTED_SHARE))
+
 
 def findings_of(
     family: Family, shares: Shares, truths: Mapping[str, Truth], *, gate: bool = True
@@ -106,6 +111,10 @@ def findings_of(
     found = {"seed": alarm_rate(dial, others), **_found_by_other_floors(shifts)}
     strong = [name for name, much in zip(DIAL, delta >= WANTED_SHARE, strict=True) if much]
     judge = gate_outcomes(family, shares) if gate else None
+    confounds = _confounds(family, shares, strong)
+    for name in (LABEL_NOISE, SINK_DRIFT):
+        if judge and shifts.has(name):
+            confounds[f"{name}, gate FAIL"] = float(judge([name])[0] is Outcome.FAIL)
     return Findings(
         plain=plain_rate(harmless),
         splits=split_rate(harmless),
@@ -120,7 +129,7 @@ def findings_of(
         early=_early(plain, truths),
         floors=floors,
         parts=_parts(family, shares, truths, float(normal)),
-        confounds=_confounds(family, shares, strong),
+        confounds=confounds,
         gate=judge(HARMLESS[REPLICATES:]) if judge else (),
         gate_found=judge(strong) if judge else (),
     )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from audit.records import Outcome
 from tests.benchmarks.shift.findings import WANTED_SHARE, Findings
@@ -43,6 +44,8 @@ class Summary:
     false_alarms, power : mapping of kind of floor to rate
         ``seed`` (of all splits), ``seed, one split``, ``paired``, ``limit``, ``tail``, ``release`` …; power
         over the checkpoints of the dial whose causal share changed enough.
+    weak_power : Rate or None
+        Power of the seed floor where it changed a little.
     correlation, within : float
         Spearman of excess and change of the causal share, over all bases together and averaged over bases.
     located, early : Rate
@@ -59,6 +62,7 @@ class Summary:
     bases: int
     false_alarms: Mapping[str, Rate]
     power: Mapping[str, Rate]
+    weak_power: Rate | None
     correlation: float
     within: float
     located: Rate
@@ -95,6 +99,7 @@ def summarise(
         bases=len(scored),
         false_alarms=_false_alarms(scored, limit),
         power=_power(scored, limit),
+        weak_power=_pooled_or_none([one.found["seed"][one.weak] for one in scored]),
         correlation=rank_correlation(
             np.concatenate([one.dial for one in scored]), np.concatenate([one.delta for one in scored])
         ),
@@ -150,12 +155,20 @@ def _parts(scored: Sequence[Findings]) -> dict[str, Part]:
 
 
 def _outcomes(judged: Sequence[Sequence[Outcome]], wanted: Outcome) -> Rate | None:
-    groups = [[float(one is wanted) for one in many] for many in judged]
-    return pooled(groups) if any(groups) else None
+    return _pooled_or_none([[float(one is wanted) for one in many] for many in judged])
+
+
+def _pooled_or_none(groups: Sequence[ArrayLike]) -> Rate | None:
+    return pooled(groups) if any(np.size(one) for one in groups) else None
 
 
 def _mean(rate: Rate | None) -> float | None:
     return None if rate is None else rate.value
+
+
+def over_families(row: Summary, families: Sequence[Summary]) -> Summary:
+    """Return the row of all bases with the families' mean correlation: their shifts have other sizes."""
+    return replace(row, correlation=float(np.mean([one.correlation for one in families])))
 
 
 def missed_goals(row: Summary) -> list[str]:
