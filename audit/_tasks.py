@@ -10,6 +10,7 @@ _ENDINGS = (
     ("ForQuestionAnswering", "question-answering"),
     ("ForMultipleChoice", "multiple-choice"),
     ("ForMaskedLM", "masked-lm"),
+    ("MarianMTModel", "seq2seq-lm"),
     ("WithLMHeadModel", "masked-lm"),
     ("ForCausalLM", "causal-lm"),
     ("LMHeadModel", "causal-lm"),

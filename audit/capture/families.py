@@ -10,6 +10,18 @@ from torch import Tensor, nn
 
 from audit.capture.weights import attention_weights
 
+_TWO_STREAMS = "LxmertAttention"
+
+
+def attends_both_ways(module: nn.Module) -> bool:
+    """Return whether a layer belongs to a model whose two streams attend to each other."""
+    return type(module).__name__ == _TWO_STREAMS
+
+
+def asks_for_weights(module: nn.Module) -> bool:
+    """Return whether a layer's model asks it for its weights in some calls alone, so that capture has to."""
+    return type(module).__name__ == _TWO_STREAMS
+
 
 def recomputed_weights(module: nn.Module, hidden: Tensor | None, position_bias: object) -> Tensor | None:
     """Return the weights of each head of a layer that returns only their mean, None for other layers.

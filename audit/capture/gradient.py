@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,21 @@ from audit.records import Checkpoint
 
 BLOCK_ENTRIES = 2**23
 """Weights (batch × head × query × key) of one block of queries: 32 MB in float32."""
+
+
+class LayerFold(Protocol):
+    """What takes the weights and gradients of the layers, the last layer first; see :class:`GradientFold`."""
+
+    calls: int
+
+    def start_layer(self, layer: int) -> None:
+        """Begin a layer, counted in the order of the forward pass."""
+
+    def block(self, start: int, weights: Tensor, gradient: Tensor) -> None:
+        """Take a block of the layer's queries."""
+
+    def finish_layer(self, layer: int) -> None:
+        """End the layer."""
 
 
 class GradientFold:
@@ -120,7 +135,7 @@ class _Saved:
     """What a layer's backward needs besides its tensors."""
 
     call: KernelCall
-    fold: GradientFold
+    fold: LayerFold
     layer: int
 
 
@@ -233,6 +248,7 @@ def gradient_batch(
     wanted: Mapping[str, Any],
     verify: bool = False,
     keep_logits: bool = False,
+    root: nn.Module | None = None,
 ) -> Any:
     """Run one batch forward and backward, and fold its attention on the way back.
 
@@ -248,6 +264,8 @@ def gradient_batch(
     wanted : mapping of probe id to target class, None = the probe's label, else the predicted class
     verify, keep_logits
         See :func:`audit.capture.passes.fold_batch`.
+    root : nn.Module, optional
+        The part of the model whose inputs gradients are taken with respect to; all of it when None.
 
     Returns
     -------
@@ -261,7 +279,7 @@ def gradient_batch(
     model, valid = checkpoint.model, fold.valid
     with exclusive(model, plan.configs), torch.enable_grad(), ExitStack() as stack:
         called = stack.enter_context(counted_calls(plan.modules()))
-        leaf = stack.enter_context(gradient_leaf(core_model(model)))
+        leaf = stack.enter_context(gradient_leaf(core_model(model) if root is None else root))
         seen = Counter[str]()
         attend = Replacing(lambda call: _attend(call, fold, seen, valid if verify else None))
         stack.enter_context(interface_capture(plan.modules("interface"), plan.configs, attend))
@@ -285,9 +303,13 @@ def _expected(model: nn.Module, plan: CapturePlan) -> int | None:
 
 
 def _attend(
-    call: KernelCall, fold: GradientFold, seen: Counter[str], valid: Tensor | None
+    call: KernelCall,
+    fold: LayerFold,
+    seen: Counter[str],
+    valid: Tensor | None,
+    keys: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run a layer so that backward comes past the fold."""
+    """Run a layer so that backward comes past the fold; `keys` are valid keys of another stream."""
     seen[call.path] += 1
     saved, fold.calls = _Saved(call, fold, fold.calls), fold.calls + 1
     bias, sinks = call.options.get("position_bias"), call.options.get("s_aux")
@@ -299,17 +321,19 @@ def _attend(
         if sink and weights.shape[-1] == call.key.shape[-2]:
             weights = with_sink(weights)
         watched = AttentionCall(call.path, weights, output.detach(), call.value.detach(), sink)
-        check_rows(watched, valid)
+        check_rows(watched, valid, keys)
         check_values(watched, valid)
     return output, None
 
 
-def _hooked(call: AttentionCall, fold: GradientFold, seen: Counter[str], valid: Tensor) -> None:
+def _hooked(
+    call: AttentionCall, fold: LayerFold, seen: Counter[str], valid: Tensor, keys: Tensor | None = None
+) -> None:
     """Fold a layer off the interface when autograd reaches the weights that it returned."""
     seen[call.path] += 1
     layer, fold.calls = fold.calls, fold.calls + 1
     weights = call.weights
-    check_rows(replace(call, weights=weights.detach()), valid)
+    check_rows(replace(call, weights=weights.detach()), valid, keys)
     if not weights.requires_grad:
         raise CaptureError(
             f"attention layer {call.path} gives weights without a gradient; use another method"

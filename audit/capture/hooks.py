@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from audit.capture.families import recomputed_weights
+from audit.capture.families import asks_for_weights, recomputed_weights
 from audit.capture.interface import AttentionCall, Receiver
 from audit.capture.parts import values_and_output
 from audit.errors import CaptureError
@@ -64,6 +64,8 @@ def hook_capture(
     with ExitStack() as stack:
         for path, module in layers.items():
             inner: dict[str, tuple[Tensor, Tensor]] = {}
+            if asks_for_weights(module):
+                stack.callback(module.register_forward_pre_hook(_asking(thread), with_kwargs=True).remove)
             for name, child in module.named_children():
                 if isinstance(getattr(child, "weight", None), Tensor):
                     stack.callback(child.register_forward_hook(_keep(name, inner, thread)).remove)
@@ -73,6 +75,13 @@ def hook_capture(
             hook = _taking(path, inner, receive, thread, verify=replay is None)
             stack.callback(module.register_forward_hook(hook, prepend=True, with_kwargs=True).remove)
         yield
+
+
+def _asking(thread: int) -> Any:
+    def hook(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        return (args, {**kwargs, "output_attentions": True}) if threading.get_ident() == thread else None
+
+    return hook
 
 
 def _keep(name: str, inner: dict[str, tuple[Tensor, Tensor]], thread: int) -> Any:

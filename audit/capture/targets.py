@@ -17,6 +17,8 @@ from audit.errors import CaptureError, CheckpointError
 from audit.records import Checkpoint
 
 TOKENS = "token-classification"
+SIMILARITY = "similarity"
+"""Name of the only target of two towers: how alike image and text are to the model."""
 
 
 def require_head(checkpoint: Checkpoint, method: str) -> None:
@@ -31,8 +33,9 @@ def require_head(checkpoint: Checkpoint, method: str) -> None:
 def class_logits(outputs: Any, read: Tensor, task: str = "") -> Tensor:
     """Return the logits that a score is a sum of: (batch, logit).
 
-    Those of the classes; of the tokens at the output row for language models, averaged over the rows that
-    `read` weighs; of position × class for token classification; of position × (start, end) for answers.
+    Those of the classes; the similarity of each image with its own text; those of the tokens at the output
+    row for language models, averaged over the rows that `read` weighs; of position × class for token
+    classification; of position × (start, end) for answers.
 
     Raises
     ------
@@ -41,6 +44,8 @@ def class_logits(outputs: Any, read: Tensor, task: str = "") -> Tensor:
     """
     if task == ANSWERS and hasattr(outputs, "start_logits"):
         return interleaved(outputs)
+    if (own := similarity(outputs)) is not None:
+        return own[:, None]
     logits = getattr(outputs, "logits", None)
     if not isinstance(logits, Tensor) or logits.dim() not in (2, 3):
         raise CaptureError(
@@ -53,6 +58,12 @@ def class_logits(outputs: Any, read: Tensor, task: str = "") -> Tensor:
     if logits.shape[1] == 1:
         return logits[:, 0]
     return torch.einsum("bq,bqc->bc", read.to(logits.dtype), logits)
+
+
+def similarity(outputs: Any) -> Tensor | None:
+    """Return the similarity of each image with its own text (batch,), None for models without one."""
+    found = getattr(outputs, "logits_per_image", None)
+    return found.diagonal() if isinstance(found, Tensor) and found.dim() == 2 else None
 
 
 def resolve_targets(
@@ -75,6 +86,8 @@ def resolve_targets(
             item.probe.id: answer_score(item, answer_ends(item, wanted.get(item.probe.id), outputs, i))
             for i, item in enumerate(batch)
         }
+    if similarity(outputs) is not None:
+        return {item.probe.id: Score.single(SIMILARITY, 0) for item in batch}
     logits = class_logits(outputs, read).detach()
     token_wise = checkpoint.task == TOKENS and outputs.logits.dim() == 3
     found = {}

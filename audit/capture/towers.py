@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from audit.capture.inputs import core_model
 from audit.capture.interface import AttentionCall
 from audit.capture.layers import CapturePlan
 from audit.capture.passes import exclusive, place, run_model, watched
+from audit.capture.pooling import Pooling, check_pooled, pooling_calls, pooling_head, tower_root
 from audit.errors import CaptureError
+from audit.methods.fusion import fuse_heads
 
 _IMAGE_INPUTS = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
 
@@ -70,7 +73,9 @@ def tower_reads(
     tensors: Mapping[str, Tensor],
     masks: tuple[Tensor, Tensor],
     row: str,
-) -> tuple[Tensor, Tensor]:
+    *,
+    fusion: Mapping[str, Any] | None = None,
+) -> tuple[tuple[Tensor, Tensor], tuple[bool, bool]]:
     """Return the rows of each tower that the similarity of text and image depends on.
 
     Parameters
@@ -80,12 +85,17 @@ def tower_reads(
         False at pads.
     row : str
         ``auto`` measures them: the rows of the last block with a gradient from the similarity, which must
-        be one row or all alike. ``cls``, ``mean`` and ``last`` set them for both towers.
+        be one row or all alike; where a head reads them through one more attention, its weights.
+        ``cls``, ``mean`` and ``last`` set them for both towers.
+    fusion : mapping
+        How heads are fused, those of a pooling head too.
 
     Returns
     -------
-    two float Tensors (batch, position)
+    reads : two float Tensors (batch, position)
         Each row sums to 1.
+    pooled : two bools
+        Whether a row is that of a pooling head.
 
     Raises
     ------
@@ -93,9 +103,12 @@ def tower_reads(
         When the rows cannot be told.
     """
     if row != "auto":
-        return _fixed(masks[0], row), _fixed(masks[1], row)
-    with exclusive(model, plan.configs), torch.enable_grad(), _last_states(model, plan) as states:
-        core = core_model(model)
+        return (_fixed(masks[0], row), _fixed(masks[1], row)), (False, False)
+    core, calls = core_model(model), dict[str, Pooling]()
+    with exclusive(model, plan.configs), torch.enable_grad(), ExitStack() as hooks:
+        states = hooks.enter_context(_last_states(model, plan))
+        for stack, head in _pooling_heads(core, plan).items():
+            hooks.enter_context(pooling_calls(head, partial(_cut, calls, stack)))
         outputs = run_model(model, place(tensors, core.device, core.dtype))
         similarity = getattr(outputs, "logits_per_image", None)
         if similarity is None:
@@ -103,8 +116,33 @@ def tower_reads(
                 f"{type(core).__name__} gives no similarity of text and image; set [method] row"
             )
         similarity.diagonal().sum().backward()
-    found = [_measured(states[stack], mask, stack) for stack, mask in zip(plan.stacks, masks, strict=True)]
-    return found[0], found[1]
+        for stack, call in calls.items():
+            check_pooled(call, states[stack], stack)
+    found = [
+        _pooled(calls[stack], mask, fusion or {}) if stack in calls else _measured(states[stack], mask, stack)
+        for stack, mask in zip(plan.stacks, masks, strict=True)
+    ]
+    return (found[0], found[1]), (plan.stacks[0] in calls, plan.stacks[1] in calls)
+
+
+def _pooling_heads(core: nn.Module, plan: CapturePlan) -> dict[str, tuple[str, nn.MultiheadAttention]]:
+    roots = {one: tower_root(one, other) for one, other in (plan.stacks, plan.stacks[::-1])}
+    heads = {stack: pooling_head(core, root) for stack, root in roots.items()}
+    return {stack: head for stack, head in heads.items() if head is not None}
+
+
+def _cut(calls: dict[str, Pooling], stack: str, call: Pooling) -> Tensor:
+    """Note a call of a pooling head, and cut it off: what still reaches the tower goes past the head."""
+    calls[stack] = call
+    return call.output.detach()
+
+
+def _pooled(call: Pooling, mask: Tensor, fusion: Mapping[str, Any]) -> Tensor:
+    rule = {key: value for key, value in fusion.items() if value != "weighted"}
+    row = fuse_heads(call.weights, query_offset=None, **rule)[:, 0]
+    if bool((row * ~mask).sum() > 1e-6):
+        raise CaptureError("the pooling head reads padding; pass an attention mask")
+    return row
 
 
 def _fixed(mask: Tensor, row: str) -> Tensor:

@@ -42,11 +42,11 @@ SIZES = {"d_model": 32, "encoder_layers": 3, "decoder_layers": 2, "encoder_atten
          "decoder_attention_heads": 4, "encoder_ffn_dim": 37, "decoder_ffn_dim": 37}  # fmt: skip
 
 
-def seq2seq(family: str, attention: str = "eager") -> Checkpoint:
+def seq2seq(family: str, attention: str = "eager", **more: Any) -> Checkpoint:
     tokenizer = word_tokenizer()
     architecture, own = SEQ2SEQ[family]
     ids = {"pad_token_id": 0, "eos_token_id": 3, "decoder_start_token_id": 0, "vocab_size": len(tokenizer)}
-    changes = {**ids, **({} if family == "t5" else SIZES), **own}
+    changes = {**ids, **({} if family == "t5" else SIZES), **own, **more}
     return checkpoint(build(architecture, attention=attention, **changes), tokenizer)
 
 

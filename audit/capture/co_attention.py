@@ -1,0 +1,200 @@
+"""Two streams that attend to themselves and to each other: LXMERT, on text and image regions.
+
+Each of its cross-modality layers attends from either stream to the other with one module, both from the
+state before the layer, and then within each stream. Only here are modules known by name: what a stream is
+cannot be measured. What follows from it is: the two directions of a layer do not see each other, and
+positions mix through nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from audit.capture.engine import generalized_divergence
+from audit.capture.interface import AttentionCall
+from audit.capture.joint import JointSteps
+from audit.capture.multi import StreamRows, check_call
+from audit.capture.scores import Score
+from audit.capture.settings import FLOW, RAW, FoldSettings
+from audit.errors import CaptureError, ConfigError
+from audit.methods.fusion import fuse_heads
+from audit.methods.rollout import add_residual
+from audit.methods.two_stream import Stream
+
+Step = Literal["first", "second", "first_second", "second_first"]
+"""Queries and keys of a layer: within a stream, or from one to the other. The text is first."""
+
+_SELF: tuple[tuple[str, Step], ...] = (
+    ("encoder.layer.", "first"),
+    ("encoder.r_layers.", "second"),
+    (".lang_self_att.", "first"),
+    (".visn_self_att.", "second"),
+)
+
+
+def step_of(path: str, call: int) -> Step:
+    """Return what a layer of LXMERT attends to in its `call`-th call, from 0.
+
+    Examples
+    --------
+    >>> step_of("lxmert.encoder.x_layers.0.visual_attention.att", 1)
+    'second_first'
+    """
+    found = next((step for part, step in _SELF if part in f"{path}."), None)
+    if found is not None:
+        return found
+    if ".visual_attention." not in f".{path}." or call > 1:
+        raise CaptureError(f"attention layer {path} is not known among two streams")
+    return "second_first" if call else "first_second"
+
+
+class CoFold:
+    """Attention of one batch, as layers over the positions of both streams.
+
+    Parameters
+    ----------
+    settings : FoldSettings
+        ``rollout``, ``raw_attention`` or ``attention_flow``.
+    valid : two bool Tensors (batch, position)
+        Of text and image regions.
+    read : float Tensor (batch, text position)
+        The output row, as weights over the rows of the text.
+    verify : bool
+    """
+
+    def __init__(
+        self, settings: FoldSettings, valid: tuple[Tensor, Tensor], read: Tensor, *, verify: bool = False
+    ) -> None:
+        self.settings, self.valid, self.read, self.verify = settings, valid, read, verify
+        self.targets: dict[str, Score] = {}
+        self.joint = JointSteps((valid[0].shape[1], valid[1].shape[1]))
+        self.rows: list[Tensor] = []
+        self._calls = Counter[str]()
+        self._waiting: Tensor | None = None
+        self._matrix: Tensor | None = None
+        self._raw: list[tuple[Tensor, Tensor]] = []
+        self._cross: Tensor | None = None
+
+    def receive(self, call: AttentionCall) -> None:
+        """Take one call of one layer."""
+        step = step_of(call.path, self._calls[call.path])
+        self._calls[call.path] += 1
+        queries, keys = (self.valid[0 if end == "first" else 1] for end in ends_of(step))
+        check_call(call, queries, None if "_" not in step else keys, verify=self.verify)
+        fused = self._fused(call.weights.detach(), queries, cross="_" in step)
+        if self.settings.method == RAW:
+            self._note_raw(step, fused)
+        elif step == "first_second":
+            self._waiting = fused
+        elif step == "second_first":
+            self._both(self._waiting, fused)
+        else:
+            mixed = add_residual(fused, self.settings.residual_of(0))
+            self._push(mixed, **{step: mixed})
+
+    def _fused(self, weights: Tensor, queries: Tensor, *, cross: bool) -> Tensor:
+        if not bool(queries.all()):
+            weights = torch.where(queries[:, None, :, None], weights, torch.zeros_like(weights))
+        return fuse_heads(weights, query_offset=None if cross else 0, **self.settings.fusion)
+
+    def _note_raw(self, step: Step, fused: Tensor) -> None:
+        row = (
+            torch.einsum("bq,bqk->bk", self.read.to(fused.dtype), fused) if step.startswith("first") else None
+        )
+        if step == "first_second":
+            self._cross = row
+        elif step == "first" and row is not None and self._cross is not None:
+            self._raw.append((row, self._cross))
+
+    def _both(self, first: Tensor | None, second: Tensor) -> None:
+        """Take both directions of a layer at once: each from the state before it."""
+        if first is None:
+            raise CaptureError("a layer attends from one stream alone; this architecture is not supported")
+        rho = self.settings.residual_of(0)
+        own = [rho * torch.eye(size, dtype=second.dtype, device=second.device) for size in self.joint.sizes]
+        batch = len(second)
+        self._push(
+            second,
+            first=own[0].expand(batch, -1, -1),
+            second=own[1].expand(batch, -1, -1),
+            first_second=(1 - rho) * first,
+            second_first=(1 - rho) * second,
+        )
+        self._waiting = None
+
+    def _push(self, like: Tensor, **parts: Tensor) -> None:
+        self.joint.add(like, **parts)
+        if self.settings.method != FLOW:
+            step = self.joint.steps.pop()
+            self._matrix = step if self._matrix is None else step @ self._matrix.to(step.dtype)
+            if "first" in parts:
+                self.rows.append(torch.einsum("bq,bqk->bk", self._read_both().to(step.dtype), self._matrix))
+
+    def _read_both(self) -> Tensor:
+        return torch.nn.functional.pad(self.read, (0, self.joint.sizes[1]))
+
+    def streams(self) -> tuple[StreamRows, StreamRows]:
+        """Return what the output row draws on in text and image; both together sum to 1 but for ``raw``."""
+        text = self.joint.sizes[0]
+        free = torch.zeros(len(self.read), dtype=torch.bool, device=self.read.device)
+        if self.settings.method == RAW:
+            own, other = self._raw[_index(self.settings.layer, len(self._raw))]
+            layers = list(zip(*self._raw, strict=True))
+            return StreamRows(own, layers[0], free), StreamRows(other, layers[1], free)
+        if self.settings.method == FLOW:
+            flow, saturated = self.joint.flow(self._read_both(), self.settings.max_seconds)
+            flow, said = flow / flow.sum(dim=1, keepdim=True), {"saturated": saturated}
+            return StreamRows(flow[:, :text], [], free, said), StreamRows(flow[:, text:], [], free, said)
+        if self._matrix is None:
+            raise CaptureError("no layer gave attention; this architecture is not supported")
+        weight = torch.cat(self.valid, dim=1)[:, :text].double()
+        rows = self._matrix[:, :text].double()
+        said = {"depth_collapse": generalized_divergence(rows, weight / weight.sum(dim=1, keepdim=True))}
+        # Where the text has not yet attended to the image, there is no map of it.
+        return (
+            StreamRows(self.rows[-1][:, :text], [row[:, :text] for row in self.rows], free, said),
+            StreamRows(self.rows[-1][:, text:], [], free, said),
+        )
+
+
+def ends_of(step: Step) -> tuple[Stream, Stream]:
+    """Return whose queries and whose keys a layer has.
+
+    Examples
+    --------
+    >>> ends_of("second"), ends_of("second_first")
+    (('second', 'second'), ('second', 'first'))
+    """
+    first, _, second = step.partition("_")
+    query: Stream = "first" if first == "first" else "second"
+    key: Stream = query if not second else "first" if second == "first" else "second"
+    return query, key
+
+
+def _index(layer: int, count: int) -> int:
+    if not -count <= layer < count:
+        raise ConfigError(f"[method] layer = {layer}, but {count} layers attend to the other stream; mend it")
+    return layer % count
+
+
+def co_reads(row: str, valid: Tensor) -> Tensor:
+    """Return the output row over the text's positions: ``auto`` is the first, which the pooler reads.
+
+    Raises
+    ------
+    ConfigError
+    """
+    if row not in ("auto", "cls", "mean", "last"):
+        raise ConfigError(
+            f"[method] row = {row!r} is none for two streams; use auto, cls, mean or last, of the text"
+        )
+    weights = torch.zeros(valid.shape, device=valid.device)
+    if row == "mean":
+        weights = valid.float()
+    else:
+        weights[torch.arange(len(valid)), (valid.sum(dim=1) - 1) if row == "last" else 0] = 1
+    return weights / weights.sum(dim=1, keepdim=True)

@@ -1,0 +1,190 @@
+"""Value-aware methods on encoder-decoders: what each position of source and prefix adds, block by block.
+
+A decoder block has two sums, x + self-attention and x + cross-attention. Each is split as in one stack;
+the second into the vectors of the encoder's positions and the residual, which carries everything from
+below. Their row-normalised sizes are the matrices of :func:`audit.methods.encoder_decoder_rollout`, with
+the residual's share in the place of a chosen weight (the decomposition of ALTI+: Ferrando et al., EMNLP
+2022, arXiv 2205.11631; of norms by the same rule).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from audit.capture.blocks import _Trace, first_input, first_output, projection_weight
+from audit.capture.contributions import BLOCK_ENTRIES, _check_sum, _deviation, _layer_norm
+from audit.capture.encoder_decoder import CrossFold
+from audit.capture.inputs import core_model
+from audit.capture.interface import AttentionCall
+from audit.capture.layers import CapturePlan
+from audit.capture.multi import check_call
+from audit.capture.pair_parts import Part
+from audit.capture.passes import exclusive, run_model, watched
+from audit.capture.settings import MEASURED
+from audit.capture.threads import own_thread
+from audit.errors import CaptureError
+from audit.methods.rollout import measured_residual
+from audit.methods.value_aware import (
+    alti_contributions,
+    identity_where_empty,
+    linearized_layer_norm,
+    norm_contributions,
+    transformed_vectors,
+)
+
+
+class _Watch:
+    """Collects the pieces of one block and folds them when it ends; holds one block at a time."""
+
+    def __init__(self, model: nn.Module, parts: Mapping[str, Part], fold: CrossFold) -> None:
+        self.modules, self.parts, self.fold = dict(model.named_modules()), parts, fold
+        self.encoder = next(iter(parts.values())).layer.stack
+        self.calls: dict[str, AttentionCall] = {}
+        self.pieces: dict[str, _Trace] = {}
+
+    def receive(self, call: AttentionCall) -> None:
+        part = self.parts[call.path]
+        keys = self.fold.valid[0] if part.layer.kind == "cross" else None
+        check_call(call, self._valid(part), keys, verify=self.fold.verify)
+        self.calls[call.path] = call
+
+    def _valid(self, part: Part) -> Tensor:
+        return self.fold.valid[0 if part.layer.stack == self.encoder else 1]
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        wanted = {p for part in self.parts.values() for p in (part.projection, part.residual[0], part.norm)}
+        blocks = dict.fromkeys(part.block for part in self.parts.values())
+        with ExitStack() as stack:
+            for path in wanted - set(blocks):
+                keep = own_thread(self._keeping(path))
+                stack.callback(self.modules[path].register_forward_hook(keep, with_kwargs=True).remove)
+            for path in blocks:
+                end = own_thread(self._ending(path))
+                stack.callback(self.modules[path].register_forward_hook(end, with_kwargs=True).remove)
+            yield
+
+    def _keeping(self, path: str) -> Any:
+        def hook(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            taken, given = first_input(args, kwargs), first_output(output)
+            if taken is not None and given is not None:
+                self.pieces[path] = _Trace(taken, given)
+
+        return hook
+
+    def _ending(self, path: str) -> Any:
+        keep = self._keeping(path)
+
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            keep(module, args, kwargs, output)
+            for call in self.calls.values():
+                self._fold(self.parts[call.path], call)
+            self.calls, self.pieces = {}, {}
+
+        return hook
+
+    def _fold(self, part: Part, call: AttentionCall) -> None:
+        hidden: Tensor = getattr(self.pieces[part.residual[0]], part.residual[1])
+        inside, cross = part.layer.stack == self.encoder, part.layer.kind == "cross"
+        fold, added = self.fold, self.pieces[part.projection].given.reshape(hidden.shape)
+        if fold.settings.residual == MEASURED:
+            take = fold.take_encoder if inside else fold.take_cross if cross else fold.take_self
+            take(call.weights.detach(), measured_residual(hidden, added))
+            return
+        matrix = self._contributions(part, call, hidden)
+        if inside:
+            fold.encoder.note_causal(call.weights)
+            fold.encoder.push(matrix)
+        elif cross:
+            fold.push_cross(matrix[..., :-1], matrix[..., -1])
+        else:
+            fold.push_self(matrix)
+
+    def _contributions(self, part: Part, call: AttentionCall, hidden: Tensor) -> Tensor:
+        """Return one attention's contributions (batch, query, key), row-normalised.
+
+        Cross-attention has one more key: the residual.
+        """
+        if call.value is None:
+            raise CaptureError(f"attention layer {call.path}: its values cannot be found")
+        batch, length, dim = hidden.shape
+        keys = call.value.shape[2] + (part.layer.kind == "cross")
+        size = max(1, min(length, BLOCK_ENTRIES // (batch * keys * dim)))
+        rows = [slice(start, min(start + size, length)) for start in range(0, length, size)]
+        matrix = torch.cat([self._rows(part, call, hidden, block) for block in rows], dim=1)
+        alone = torch.zeros_like(matrix)
+        if part.layer.kind == "cross":
+            alone[..., -1] = 1
+            matrix = torch.where(matrix.sum(-1, keepdim=True) > 0, matrix, alone)
+        else:
+            alone.diagonal(dim1=-2, dim2=-1).fill_(1)
+            matrix = identity_where_empty(matrix)[0]
+        return torch.where(self._valid(part)[:, :, None], matrix, alone)
+
+    def _rows(self, part: Part, call: AttentionCall, hidden: Tensor, rows: slice) -> Tensor:
+        vectors, constant = self._vectors(part, call, hidden, rows)
+        norm = self.pieces[part.norm]
+        output = norm.taken
+        if part.post:
+            module = _layer_norm(self.modules[part.norm], call.path)
+            deviation = _deviation(module, norm.taken.reshape(hidden.shape)[:, rows])
+            free = constant.expand(vectors.shape[0], vectors.shape[1], 1, -1)
+            constant = linearized_layer_norm(free, module.weight, deviation)[:, :, 0]
+            constant = constant if module.bias is None else constant + module.bias
+            vectors, output = linearized_layer_norm(vectors, module.weight, deviation), norm.given
+        output = output.reshape(hidden.shape)[:, rows]
+        if self.fold.verify:
+            _check_sum(call, vectors.sum(2) + constant, output, self._valid(part)[:, rows])
+        if self.fold.settings.method == "alti":
+            return alti_contributions(vectors, output.to(vectors.dtype))
+        return norm_contributions(vectors)
+
+    def _vectors(self, part: Part, call: AttentionCall, hidden: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        """Return the vectors of a block of queries, and what no key adds."""
+        if call.value is None:
+            raise CaptureError(f"attention layer {call.path}: its values cannot be found")
+        projection, heads = self.modules[part.projection], call.weights.shape[1]
+        weight = projection_weight(projection, heads)
+        bias = getattr(projection, "bias", None)
+        constant = torch.zeros_like(weight[0, 0]) if bias is None else bias.detach().to(weight.dtype)
+        value = call.value.to(weight.dtype).repeat_interleave(heads // call.value.shape[1], dim=1)
+        attention, own = call.weights[:, :, rows].to(weight.dtype), hidden[:, rows].to(weight.dtype)
+        if part.layer.kind == "cross":
+            vectors = transformed_vectors(attention, value, weight)
+            return torch.cat([vectors, own[:, :, None]], dim=2), constant
+        return transformed_vectors(attention, value, weight, own, query_offset=rows.start), constant
+
+
+def pair_contribution_batch(
+    model: nn.Module,
+    plan: CapturePlan,
+    parts: Mapping[str, Part],
+    tensors: Mapping[str, Tensor],
+    fold: CrossFold,
+) -> Any:
+    """Run one batch and fold what each position adds, or attention with the measured residual.
+
+    Parameters
+    ----------
+    model, plan, tensors
+    parts : mapping of attention path to Part
+        From :func:`audit.capture.pair_parts.find_parts`.
+    fold : CrossFold
+        Its settings name ``norms`` or ``alti``, or have a measured residual.
+
+    Returns
+    -------
+    The model's outputs
+
+    Raises
+    ------
+    CaptureError
+    """
+    watch = _Watch(core_model(model), parts, fold)
+    with exclusive(model, plan.configs), watch.hooks(), watched(plan, watch.receive, None):
+        return run_model(model, tensors, attentions=plan.has_hooks, keep_logits=True)

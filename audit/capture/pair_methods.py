@@ -1,0 +1,86 @@
+"""Which methods run on models of several stacks, and in one line why the others do not."""
+
+from __future__ import annotations
+
+from audit._method_parameters import PARAMETERS
+from audit.capture.settings import ATTRIBUTION, MEASURED, ROLLOUT, FoldSettings
+from audit.errors import ConfigError
+
+WIRINGS: dict[str, str] = {
+    "single": "one stack",
+    "encoder-decoder": "an encoder-decoder",
+    "towers": "two towers",
+    "co-attention": "two streams that attend to each other",
+}
+"""What each wiring is called in a message."""
+
+_ONE_SUM = "it splits one sum of residual and attention for each layer, and such a layer has several"
+_FEATURES = "its image regions come as features, which cannot be removed; use gradient_rollout"
+REFUSED: dict[str, dict[str, str]] = {
+    "single": {},
+    "towers": {},
+    "encoder-decoder": {
+        "globenc": "the second norm of a decoder layer follows its cross-attention, not the feed-forward "
+        "block; use norms or alti",
+        "value_zeroing": "a decoder layer's output without one value does not tell its two attentions apart; "
+        "use norms or alti",
+    },
+    "co-attention": {
+        "per_head_rollout": "a head's index names other heads in each of its four kinds of attention; "
+        "use rollout",
+        "norms": _ONE_SUM,
+        "globenc": _ONE_SUM,
+        "alti": _ONE_SUM,
+        "value_zeroing": "its layers are not on the attention interface, so their values cannot be zeroed",
+        **dict.fromkeys(sorted(ATTRIBUTION), _FEATURES),
+    },
+}
+"""Methods that have no exact meaning on a wiring, with the reason."""
+
+
+def methods_of(wiring: str) -> tuple[str, ...]:
+    """Return the methods that run on a wiring, in the order of the documentation.
+
+    Examples
+    --------
+    >>> "globenc" in methods_of("single"), "globenc" in methods_of("encoder-decoder")
+    (True, False)
+    """
+    return tuple(name for name in PARAMETERS if name not in REFUSED[wiring])
+
+
+def check_pair_settings(settings: FoldSettings, wiring: str) -> None:
+    """Refuse methods and parameters that have no exact meaning for several stacks.
+
+    Raises
+    ------
+    ConfigError
+        Naming the method or the parameter, and why.
+    """
+    if (why := REFUSED[wiring].get(settings.method)) is not None:
+        raise ConfigError(
+            f"[method] name = {settings.method!r} is not available for {WIRINGS[wiring]}: {why}"
+        )
+    parameter = None if wiring == "towers" else _meaningless(settings, wiring)
+    if parameter is not None:
+        raise ConfigError(f"[method] {parameter[0]} is not available for {WIRINGS[wiring]}: {parameter[1]}")
+
+
+def _meaningless(settings: FoldSettings, wiring: str) -> tuple[str, str] | None:
+    """Return a parameter that says nothing about stacks of several kinds of attention, and why."""
+    if settings.start_layer != 0:
+        return "start_layer", "it does not say in which stack; leave it out"
+    if settings.head_weights is not None:
+        return (
+            "head_weights",
+            "its rows name the heads of one stack; use head_fusion = 'mean', 'max' or 'min'",
+        )
+    if settings.same_head:
+        return "same_head", "heads of self- and cross-attention do not correspond; leave it out"
+    if isinstance(settings.residual, tuple):
+        return "residual", "one number per layer does not say of which stack; give a single number"
+    if settings.residual == MEASURED and (wiring == "co-attention" or settings.method != ROLLOUT):
+        return "residual", "'measured' is there for rollout on encoder-decoders; give a single number"
+    if settings.form == "product":
+        return "form", "the product form is defined for one stack of self-attention; use 'relevance'"
+    return None

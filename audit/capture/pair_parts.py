@@ -1,0 +1,121 @@
+"""Find the residual connections inside the blocks of an encoder-decoder, by what its modules really compute.
+
+A block of a decoder has two attentions, each with a residual connection of its own:
+x + projection(attention × values). Wherever such a sum is taken by a norm, the block can be split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from audit.capture.blocks import _is_linear, _Trace, _traced, _unknown, same
+from audit.capture.interface import AttentionCall
+from audit.capture.layers import AttentionLayer, CapturePlan
+from audit.capture.passes import run_model, watched
+
+Side = Literal["taken", "given"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One attention of a block: x + projection(attention × values), read by a norm.
+
+    Attributes
+    ----------
+    layer : AttentionLayer
+    block : str
+        Path of the block.
+    projection : str
+        Path of the output projection.
+    residual : (path, "taken" or "given")
+        The module that takes, or gives, x.
+    norm : str
+        The norm whose input is the sum.
+    post : bool
+        Whether the norm's output goes on as the residual.
+    """
+
+    layer: AttentionLayer
+    block: str
+    projection: str
+    residual: tuple[str, Side]
+    norm: str
+    post: bool
+
+
+def find_parts(model: nn.Module, plan: CapturePlan, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
+    """Return the part of each attention layer.
+
+    Parameters
+    ----------
+    model : the model that `plan` was made of
+    plan : CapturePlan
+    tensors : mapping
+        One probe.
+
+    Returns
+    -------
+    dict of attention path to Part
+
+    Raises
+    ------
+    CaptureError
+        For a layer whose sum of residual and attention no norm takes.
+    """
+    modules = dict(model.named_modules())
+    blocks = dict.fromkeys(f"{layer.stack}.{layer.block}" for layer in plan.layers)
+    inside = {p: m for p, m in modules.items() if any(p == b or p.startswith(f"{b}.") for b in blocks)}
+    calls: dict[str, AttentionCall] = {}
+
+    def keep(call: AttentionCall) -> None:
+        calls.setdefault(call.path, call)
+
+    with _traced(inside) as traces, watched(plan, keep, None), torch.no_grad():
+        run_model(model, tensors, attentions=plan.has_hooks, keep_logits=True)
+    return {layer.path: _part(layer, calls[layer.path], modules, traces) for layer in plan.layers}
+
+
+def _part(
+    layer: AttentionLayer,
+    call: AttentionCall,
+    modules: Mapping[str, nn.Module],
+    traces: Mapping[str, _Trace],
+) -> Part:
+    block = f"{layer.stack}.{layer.block}"
+    own = {path: trace for path, trace in traces.items() if path.startswith(f"{block}.")}
+    linear = [path for path in own if _is_linear(modules[path])]
+    norms = [path for path in own if "norm" in type(modules[path]).__name__.lower()]
+    context = call.output.flatten(2)
+    projection = next((path for path in linear if same(own[path].taken, context)), None)
+    if projection is None or block not in traces or call.value is None:
+        raise _unknown(layer.path, layer.module, "its output projection or its values cannot be found")
+    added, queries = own[projection].given, [path for path in linear if path.startswith(f"{layer.path}.")]
+    for residual, x in _residuals(block, norms, traces):
+        norm = next((p for p in norms if _is_sum(own[p].taken, x, added)), None)
+        if norm is None:
+            continue
+        if any(same(own[path].taken, x) for path in queries):
+            return Part(layer, block, projection, residual, norm, post=True)
+        before = [own[path].given for path in norms if same(own[path].taken, x)]
+        if any(same(own[path].taken, given) for path in queries for given in before):
+            return Part(layer, block, projection, residual, norm, post=False)
+    raise _unknown(layer.path, layer.module, "no norm takes the sum of residual and attention")
+
+
+def _residuals(
+    block: str, norms: list[str], traces: Mapping[str, _Trace]
+) -> Iterator[tuple[tuple[str, Side], Tensor]]:
+    """Yield what may be the residual: the block's input, and what its norms take and give."""
+    yield (block, "taken"), traces[block].taken
+    for path in norms:
+        yield (path, "given"), traces[path].given
+        yield (path, "taken"), traces[path].taken
+
+
+def _is_sum(total: Any, one: Tensor, other: Tensor) -> bool:
+    return one.numel() == other.numel() and same(total, one.reshape(other.shape) + other)
