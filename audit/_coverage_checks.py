@@ -14,13 +14,15 @@ from audit.capture.engine import BatchFold
 from audit.capture.inputs import Encoded
 from audit.capture.layers import CapturePlan, plan_capture
 from audit.capture.passes import active_plan, exclusive, fold_batch, run_model
+from audit.capture.pictures import Picture
 from audit.capture.predictions import first_tensor
 from audit.capture.session import capture_prepared
 from audit.capture.settings import FoldSettings
 from audit.capture.streams import stream_positions
+from audit.capture.windowed import has_windows
 from audit.coverage import UNEXPECTED, Coverage
 from audit.errors import AuditError, CaptureError
-from audit.records import Captured, Checkpoint, CheckpointInfo, Method, Probe
+from audit.records import Captured, Checkpoint, CheckpointInfo, Method, Positions, Probe
 
 TOLERANCE = 1e-5
 PADS = 3
@@ -78,14 +80,18 @@ def runnable_inputs(model: Any, count: int = 3) -> list[dict[str, Tensor]]:
 
 def _captured(model_type: str, model: Any, inputs: list[dict[str, Tensor]]) -> Coverage:
     subject = _checkpoint(model_type, model)
-    plan = active_plan(model, plan_capture(model), inputs[0])
-    encoded = [_encoded(i, tensors, model, plan) for i, tensors in enumerate(inputs)]
+    plan = active_plan(model, plan_capture(model), inputs[0], joined=has_windows(model.config))
+    joined = "pixel_values" in inputs[0] and _is_joined(plan, inputs[0])
+    encode = _pictured if joined else _encoded
+    encoded = [encode(i, tensors, model, plan) for i, tensors in enumerate(inputs)]
     together = _capture(subject, encoded)
     alone = [_capture(subject, [item])[0] for item in encoded]
     _compare(together, alone, "a probe's map depends on the other probes of its batch")
     note = ""
-    if "attention_mask" in inputs[0] and plan.wiring == "single":
+    if "attention_mask" in inputs[0] and plan.wiring == "single" and not joined:
         note = _compare_padded(model, plan, encoded[0])
+    if joined and any(one.diagnostics.get("merged_patches", 1.0) > 1 for one in together[0].maps):
+        note = "; windows put together exactly, merging of patches between stages taken as uniform"
     hooks = plan.has_hooks
     layers = [0 if one.layers is None else len(one.layers) for one in together[0].maps]
     how = "weights returned by the layers" if hooks else "attention interface"
@@ -93,6 +99,23 @@ def _captured(model_type: str, model: Any, inputs: list[dict[str, Tensor]]) -> C
         f"{n} layers ({one.stream})" for n, one in zip(layers, together[0].maps, strict=True)
     )
     return Coverage(model_type, "fallback" if hooks else "supported", f"{streams} through {how}{note}")
+
+
+def _is_joined(plan: CapturePlan, tensors: dict[str, Tensor]) -> bool:
+    """Tell whether positions must be measured: windows of an image, or an image in one encoder with text."""
+    return plan.wiring == "joined" or ("input_ids" in tensors and plan.wiring == "single")
+
+
+def _pictured(index: int, tensors: dict[str, Tensor], _model: Any, _plan: CapturePlan) -> Encoded:
+    """Return an input whose pixels lie where they stand in it, without a processor."""
+    pixels = tensors["pixel_values"]
+    height, width = pixels.shape[-2:]
+    y, x = np.meshgrid((np.arange(height) + 0.5) / height, (np.arange(width) + 0.5) / width, indexing="ij")
+    there = (np.broadcast_to(x, pixels.shape), np.broadcast_to(y, pixels.shape))
+    words = tensors["input_ids"].shape[1] if "input_ids" in tensors else 1
+    positions = Positions("token", np.zeros(words, np.bool_))
+    picture = Picture("pixel_values", *there, (height, width))
+    return Encoded(Probe(f"p-{index}"), tensors, positions, picture=picture)
 
 
 def _encoded(index: int, tensors: dict[str, Tensor], model: Any, plan: CapturePlan) -> Encoded:

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import BatchEncoding
 
-from audit.capture.pictures import Picture
+from audit.capture.pictures import Picture, measured_picture
 from audit.capture.positions import (
     Span,
     extra_tokens,
@@ -317,8 +318,8 @@ def image_processor(checkpoint: Checkpoint) -> Any:
     return found
 
 
-def encode_image(checkpoint: Checkpoint, probe: Probe) -> Encoded:
-    """Process one image and place its patches in the stored image.
+def encode_image(checkpoint: Checkpoint, probe: Probe, *, windows: bool = False) -> Encoded:
+    """Process one image and place its patches in the stored image; with `windows`, by measuring.
 
     Raises
     ------
@@ -337,6 +338,16 @@ def encode_image(checkpoint: Checkpoint, probe: Probe) -> Encoded:
     if getattr(model.config, "num_channels", 3) == 1:
         pixels = pixels.mean(axis=2, keepdims=True).round().astype(np.uint8)
     processed = processor(pixels, return_tensors="pt", input_data_format="channels_last")["pixel_values"]
+    if windows:
+
+        def process(image: NDArray[np.uint8]) -> NDArray[np.float64]:
+            found = processor(image, return_tensors="pt", input_data_format="channels_last")["pixel_values"]
+            return np.asarray(found.double())
+
+        picture = measured_picture("pixel_values", process, stored)
+        patches = int(np.prod(patch_grid(model.config, processed.shape[-2:])))
+        several = Positions("patch", np.zeros(patches, np.bool_))
+        return Encoded(probe, {"pixel_values": processed}, several, picture=picture)
     size = (processed.shape[-2], processed.shape[-1])
     geometry = image_geometry(processor, stored, size)
     positions = patch_positions(geometry, patch_grid(model.config, size), *extra_tokens(model))

@@ -17,6 +17,7 @@ from audit.capture.interface import AttentionCall
 from audit.capture.layers import CapturePlan
 from audit.capture.passes import exclusive, run_model, watched
 from audit.capture.settings import FoldSettings
+from audit.capture.windowed import Slots, spread_windows
 from audit.errors import CaptureError
 
 
@@ -35,6 +36,8 @@ class JoinedFold:
         The output row, as weights over the rows of the last stack.
     verify : bool
         Also compare attention × values with every layer's own output.
+    slots : Slots
+        Windows of the layers that attend in windows.
     """
 
     plan: CapturePlan
@@ -42,6 +45,7 @@ class JoinedFold:
     front: Front
     read: Tensor
     verify: bool = False
+    slots: Slots = field(default_factory=dict)
     folds: dict[str, BatchFold] = field(init=False)
     states: dict[Depth, Tensor] = field(default_factory=dict)
 
@@ -59,14 +63,17 @@ class JoinedFold:
         """Take the attention of one layer."""
         stack = self._stack[call.path]
         fold = self.folds[stack]
-        check_rows(call, fold.valid)
+        windows = self.slots.get(call.path)
+        valid = fold.valid if windows is None else torch.ones_like(windows, dtype=torch.bool)
+        check_rows(call, valid)
         if self.verify:
-            check_values(call, fold.valid)
+            check_values(call, valid)
         if call.sink:
             raise CaptureError(
                 f"attention layer {call.path} has a learned sink, which is not supported beside an image"
             )
-        fold.fold(call.weights)
+        whole = call.weights if windows is None else spread_windows(call, windows, *self.front.sizes[stack])
+        fold.fold(whole)
         if (stack, fold.layer) in self.front.depths and fold.matrix is not None:
             self.states[stack, fold.layer] = fold.matrix
 

@@ -24,6 +24,7 @@ from audit.capture.pictures import Picture
 from audit.capture.predictions import first_tensor, predictions
 from audit.capture.rows import decide_row, row_weights
 from audit.capture.settings import ROLLOUT, FoldSettings
+from audit.capture.windowed import has_windows, measure_slots
 from audit.errors import CaptureError, ConfigError, ProbeError
 from audit.records import Captured, CaptureSettings, Checkpoint, Map, Method, Positions
 from audit.records import Stream as StreamName
@@ -44,6 +45,11 @@ class JoinedSession:
     row: str
     wanted: dict[str, Any]
     plan: CapturePlan
+
+    @property
+    def windowed(self) -> bool:
+        """Return whether layers attend within windows."""
+        return has_windows(core_model(self.checkpoint.model).config)
 
     @property
     def reader(self) -> Checkpoint:
@@ -135,12 +141,13 @@ def _run(session: JoinedSession, item: Encoded, *, verify: bool = False) -> _Run
     model, plan = session.checkpoint.model, session.plan
     item, row = with_answer(session.checkpoint, item, session.row)
     front = trace_front(model, plan, item.tensors, _picture(item).name)
+    slots = measure_slots(model, plan, item.tensors) if session.windowed else {}
     whole = replace(item, positions=_sequence(front, plan.stacks[-1], item.positions))
     with exclusive(model, plan.configs):
         decided = decide_row(session.reader, row, whole)
     weights = row_weights(decided, whole, None)
     read = torch.from_numpy(weights)[None].to(core_model(model).device)
-    fold = JoinedFold(plan, session.fold, front, read, verify)
+    fold = JoinedFold(plan, session.fold, front, read, verify, slots)
     outputs = fold_joined(model, item.tensors, fold)
     return _Run(whole, front, fold, outputs, int(weights.argmax()))
 
@@ -208,6 +215,8 @@ def _sequence(front: Front, stack: str, text: Positions) -> Positions:
     sequences, length = front.sizes[stack]
     if sequences != 1:
         raise CaptureError(f"{stack} runs {sequences} sequences for one probe; this is not supported")
+    if not len(front.words):
+        return Positions("patch", np.zeros(length, np.bool_))
     index = np.full(length, -1)
     known = front.words >= 0
     index[front.words[known]] = np.flatnonzero(known)
@@ -248,6 +257,8 @@ def _captured(session: JoinedSession, run: _Run) -> Captured:
         ("image", seen, image),
         ("text", rows.cpu().numpy()[:, ~is_image], text),
     ]
+    if is_image.all():
+        parts = [("input", seen, image)]
     maps = tuple(_map(session, run, *part) for part in parts)
     return Captured(maps, prediction)
 
@@ -255,16 +266,19 @@ def _captured(session: JoinedSession, run: _Run) -> Captured:
 def _map(
     session: JoinedSession, run: _Run, stream: StreamName, rows: NDArray[np.float64], positions: Positions
 ) -> Map:
-    extra = _conventions(run) if stream == "image" else {}
+    extra = {} if stream == "text" else _conventions(run)
     whole = session.settings.layer_maps and bool((rows.sum(axis=1) > 0).all())
     return stream_map(run.item, rows[-1], rows if whole else None, positions, extra, stream=stream)
 
 
 def _conventions(run: _Run) -> dict[str, float]:
     """Return what of the image's map rests on a convention: how many patches and layers count alike."""
+    merged = 1
+    for sources in run.front.sources.values():  # merged patches may be merged again
+        counts = [np.unique(fed[fed >= 0], return_counts=True)[1].max() for fed in sources.values()]
+        merged *= int(max(counts, default=1))
     last = run.front.sources.get(run.fold.plan.stacks[-1], {})
-    merged = [int(np.unique(fed[fed >= 0], return_counts=True)[1].max()) for fed in last.values()]
-    return {"merged_patches": float(max(merged, default=1)), "tower_layers": float(max(len(last), 1))}
+    return {"merged_patches": float(merged), "tower_layers": float(max(len(last), 1))}
 
 
 def _image_positions(session: JoinedSession, run: _Run) -> tuple[Positions, NDArray[np.int64]]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch import nn
 
-from audit.capture.families import attends_both_ways
 from audit.capture.interface import KERNELS, interface_function, involved_configs, original_name
 from audit.errors import CaptureError
 
@@ -20,7 +19,7 @@ _NO_ATTENTION = re.compile(
 _CROSS = re.compile(r"cross|encoder_attn|encdec", re.IGNORECASE)
 
 
-Wiring = Literal["single", "encoder-decoder", "towers", "co-attention", "joined"]
+Wiring = Literal["single", "encoder-decoder", "towers", "joined"]
 
 
 @dataclass(frozen=True)
@@ -45,9 +44,10 @@ class CapturePlan:
 
     `narrowed` says that layers which do not run for the inputs at hand were left out. `wiring` says how
     the stacks are joined: one alone, an encoder that a decoder attends to, two towers that do not see
-    each other, two streams that attend to each other (``co-attention``), or (``joined``) stacks in the order
-    in which they run, the last one's input made of what the others give. `alone` says that the model takes
-    one probe at a time, since it joins several to one long sequence.
+    each other, or (``joined``) stacks in the order in which they run, the last one's input made of what the
+    others give. `alone` says that the model takes one probe at a time, since it joins several to one long
+    sequence. `pieces` holds the paths of the layers
+    that attend within pieces of their positions, one call for each.
     """
 
     layers: tuple[AttentionLayer, ...]
@@ -128,11 +128,11 @@ def narrow_plan(
     for layer in layers:
         _check_implementation(layer, model)
     name = type(model).__name__
-    if any(attends_both_ways(layer.module) for layer in layers):
-        return _plan(model, layers, narrowed=True, wiring="co-attention")
     _refuse_crowded_blocks(name, layers)
     if joined:
-        layers = tuple(sorted(layers, key=lambda layer: order[layer.path]))
+        modules = dict(model.named_modules())
+        inner = [_in_nearest_list(layer, modules) for layer in layers]
+        layers = tuple(sorted(inner, key=lambda layer: order[layer.path]))
         return _plan(model, layers, narrowed=len(layers) < len(plan.layers), wiring="joined")
     wiring = _wiring(name, sorted(layers, key=lambda layer: order[layer.path]))
     return _plan(model, layers, narrowed=len(layers) < len(plan.layers), wiring=wiring)
@@ -181,8 +181,7 @@ def _attention_layers(model: nn.Module) -> list[AttentionLayer]:
 
 
 def _named_attention(module: nn.Module) -> bool:
-    name = type(module).__name__.lower()  # "…AttentionOutput" is what follows one
-    return "attention" in name and not name.endswith("output") and any(True for _ in module.children())
+    return "attention" in type(module).__name__.lower() and any(True for _ in module.children())
 
 
 def _place(path: str, modules: Mapping[str, nn.Module]) -> tuple[str, str]:
@@ -193,6 +192,16 @@ def _place(path: str, modules: Mapping[str, nn.Module]) -> tuple[str, str]:
         if isinstance(modules[above], (nn.ModuleList, nn.Sequential)) and parts[cut].isdigit():
             return above, parts[cut]
     return "", ""
+
+
+def _in_nearest_list(layer: AttentionLayer, modules: Mapping[str, nn.Module]) -> AttentionLayer:
+    """Return a layer in the innermost list of blocks around it: stages have their own."""
+    parts = layer.path.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        above = ".".join(parts[:cut])
+        if isinstance(modules[above], nn.ModuleList) and parts[cut].isdigit():
+            return replace(layer, stack=above, block=parts[cut])
+    return layer
 
 
 def _below(path: str, ancestor: str) -> bool:

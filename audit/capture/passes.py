@@ -211,9 +211,9 @@ def active_plan(
     found = narrow_plan(core_model(model), plan, list(called), joined=joined)
     if found.has_hooks:
         _run_or_refuse(model, plan, tensors, attentions=True)
-    if joined:
-        return replace(found, alone=True, pieces=_piecewise(model, found, tensors))
-    return replace(found, alone=_joins_probes(model, found, tensors))
+    if joined or "input_ids" not in tensors:  # packed pictures, which may be cut into windows
+        found = replace(found, pieces=_piecewise(model, found, tensors))
+    return replace(found, alone=joined or _joins_probes(model, found, tensors))
 
 
 def _run_or_refuse(

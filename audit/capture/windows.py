@@ -10,6 +10,7 @@ from audit.capture.image_text import ImageTextEncoder
 from audit.capture.inputs import Encoded, core_model, encode_image, encode_texts
 from audit.capture.prefetch import prefetched
 from audit.capture.sound import encode_sound
+from audit.capture.windowed import has_windows
 from audit.errors import CaptureError
 from audit.records import CaptureSettings, Checkpoint, Probe
 
@@ -61,7 +62,8 @@ def _modality(probes: Sequence[Probe]) -> str:
 
 def _encoder(checkpoint: Checkpoint, modality: str, settings: CaptureSettings) -> Callable[[Probe], Encoded]:
     if modality == "image":
-        return lambda probe: encode_image(checkpoint, probe)
+        windows = has_windows(core_model(checkpoint.model).config)
+        return lambda probe: encode_image(checkpoint, probe, windows=windows)
     if modality == "audio":
         return lambda probe: encode_sound(checkpoint, probe)
     if has_two_towers(checkpoint):
