@@ -378,10 +378,6 @@ class Store:
             _upkeep.empty_trash(self.root)
         return found
 
-
-def _fits(wanted: str | None, *values: str) -> bool:
-    return wanted is None or wanted in values
-
     def kept(self, *, removed: Collection[str] = (), keep: Collection[str] = ()) -> list[dict[str, str]]:
         """Return the runs that stay besides `removed`, and why: ``{"id", "reason"}`` each.
 
@@ -393,6 +389,10 @@ def _fits(wanted: str | None, *values: str) -> bool:
             As for :meth:`gc`.
         """
         return _upkeep.kept(self.root, removed, keep)
+
+
+def _fits(wanted: str | None, *values: str) -> bool:
+    return wanted is None or wanted in values
 
 
 def _maps_identity(spec: RunSpec) -> dict[str, Any]:
