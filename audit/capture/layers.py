@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from audit.capture.families import attends_both_ways
 from audit.capture.interface import KERNELS, interface_function, involved_configs, original_name
 from audit.errors import CaptureError
 
@@ -19,7 +20,7 @@ _NO_ATTENTION = re.compile(
 _CROSS = re.compile(r"cross|encoder_attn|encdec", re.IGNORECASE)
 
 
-Wiring = Literal["single", "encoder-decoder", "towers", "joined"]
+Wiring = Literal["single", "encoder-decoder", "towers", "co-attention", "joined"]
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,9 @@ class CapturePlan:
 
     `narrowed` says that layers which do not run for the inputs at hand were left out. `wiring` says how
     the stacks are joined: one alone, an encoder that a decoder attends to, two towers that do not see
-    each other, or (``joined``) stacks in the order in which they run, the last one's input made of what the
-    others give. `alone` says that the model takes one probe at a time, since it joins several to one long
-    sequence. `pieces` holds the paths of the layers
+    each other, two streams that attend to each other (``co-attention``), or (``joined``) stacks in the order
+    in which they run, the last one's input made of what the others give. `alone` says that the model takes
+    one probe at a time, since it joins several to one long sequence. `pieces` holds the paths of the layers
     that attend within pieces of their positions, one call for each.
     """
 
@@ -128,6 +129,8 @@ def narrow_plan(
     for layer in layers:
         _check_implementation(layer, model)
     name = type(model).__name__
+    if any(attends_both_ways(layer.module) for layer in layers):
+        return _plan(model, layers, narrowed=True, wiring="co-attention")
     _refuse_crowded_blocks(name, layers)
     if joined:
         modules = dict(model.named_modules())
@@ -181,7 +184,8 @@ def _attention_layers(model: nn.Module) -> list[AttentionLayer]:
 
 
 def _named_attention(module: nn.Module) -> bool:
-    return "attention" in type(module).__name__.lower() and any(True for _ in module.children())
+    name = type(module).__name__.lower()  # "…AttentionOutput" is what follows one
+    return "attention" in name and not name.endswith("output") and any(True for _ in module.children())
 
 
 def _place(path: str, modules: Mapping[str, nn.Module]) -> tuple[str, str]:
