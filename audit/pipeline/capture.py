@@ -11,6 +11,7 @@ from audit.errors import ProbeError
 from audit.pipeline.cost import cost_note
 from audit.pipeline.loader import LOADER
 from audit.pipeline.plan import Progress, RunPlan, load_probes, target_of
+from audit.pipeline.targets import PREDICTION, shard_answers
 from audit.probes import load_annotations
 from audit.records import Map, Prediction, Probe, ProbeSet, Region, Reliance
 from audit.regions import check_regions_match, count_matches, reliance
@@ -154,13 +155,15 @@ def capture_shard(plan: RunPlan, index: int, *, progress: Progress | None = None
     with LOADER.use(plan) as checkpoint:
         from audit.capture import capture
 
+        predicted = plan.spec.target == PREDICTION
+        target = shard_answers(plan, probes, checkpoint) if predicted else target_of(plan.spec.target)
         captured = list(
             capture(
                 checkpoint,
                 probes,
                 method=plan.spec.method,
                 settings=plan.spec.settings,
-                target=target_of(plan.spec.target),
+                target=target,
                 progress=_shard_progress(progress, plan.role, len(probes)),
             )
         )

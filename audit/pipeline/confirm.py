@@ -14,6 +14,7 @@ from audit.errors import ProbeError
 from audit.pipeline.loader import LOADER
 from audit.pipeline.plan import Progress, RunPlan, frozen_elsewhere, load_probes, plan_run, target_of
 from audit.pipeline.runs import read_run
+from audit.pipeline.targets import PREDICTION, kept_answers
 from audit.probes import load_annotations
 from audit.records import (
     Column,
@@ -75,9 +76,9 @@ def confirm_regions(
             failing.setdefault(rule.region, rule)
     if not failing:
         return (), ()
-    obstacle = _obstacle(config)
-    if obstacle is not None:
-        return (), _notes(dict.fromkeys(failing, obstacle))
+    reason = obstacle(config)
+    if reason is not None:
+        return (), _notes(dict.fromkeys(failing, reason))
     before, after = plan_run(config, "before"), plan_run(config, "after")
     effects = _all_effects((before, after), failing, progress)
     found: list[Confirmation] = []
@@ -94,7 +95,7 @@ def confirm_regions(
     return tuple(found), _notes(missing)
 
 
-def _obstacle(config: AuditConfig) -> str | None:
+def obstacle(config: AuditConfig) -> str | None:
     """Return why nothing can be occluded, None where both checkpoints are at hand."""
     known = [config.checkpoints[role].path for role in ("before", "after") if role in config.checkpoints]
     if len(known) < 2 or None in known or frozen_elsewhere(config):
@@ -143,7 +144,7 @@ def _effects(plan: RunPlan, region: Region) -> _Effect | str:
             return "the checkpoint has no task head, so there is no logit to watch"
         weights = [_weights(region, one, probe) for one, probe in _positions(plan, probes)]
         try:
-            occlusions = occlude(checkpoint, probes, weights, **_question(plan))
+            occlusions = occlude(checkpoint, probes, weights, **question_of(plan))
         except ProbeError as error:  # the labels are no classes of this checkpoint
             return f"there is no target logit to watch: {error}"
     changes = [occlusion.change for occlusion in occlusions]
@@ -153,13 +154,20 @@ def _effects(plan: RunPlan, region: Region) -> _Effect | str:
     return _Effect(values, occlusions[0].occlusion)
 
 
-def _question(plan: RunPlan) -> dict[str, Any]:
+def question_of(plan: RunPlan) -> dict[str, Any]:
     """Return which logit is watched: the audit's target, else each probe's label."""
     return {
-        "targets": target_of(plan.spec.target) or "label",
+        "targets": _watched(plan),
         "row": plan.spec.method.row,
         "settings": plan.spec.settings,
     }
+
+
+def _watched(plan: RunPlan) -> Any:
+    if plan.spec.target != PREDICTION:
+        return target_of(plan.spec.target) or "label"
+    ids = [probe.id for probe in load_probes(plan.probes)]
+    return kept_answers(Store(plan.store), plan.answers_run or plan.run_id, ids)
 
 
 def _positions(plan: RunPlan, probes: Sequence[Probe]) -> list[tuple[Positions, Probe]]:

@@ -18,6 +18,7 @@ from audit.config import AuditConfig, CheckpointSection, ReplicateSection
 from audit.errors import CheckpointError, ConfigError, ProbeError
 from audit.models import checkpoint_info, compatible_targets
 from audit.pipeline.checks import check_replicates, check_rules, label_note
+from audit.pipeline.targets import PREDICTION, answers_digest
 from audit.probes import read_probes
 from audit.records import (
     CaptureSettings,
@@ -73,6 +74,9 @@ class RunPlan:
         Half-open ranges of probes; batches never cross a shard.
     device : str
         As asked for; the run's id holds the device type.
+    answers_run : str or None
+        With ``target = "prediction"`` the run of the checkpoint before, whose answers are explained; None
+        for that run itself.
     """
 
     role: str
@@ -82,6 +86,7 @@ class RunPlan:
     spec: RunSpec
     shards: tuple[tuple[int, int], ...]
     device: str = "auto"
+    answers_run: str | None = None
 
     @property
     def run_id(self) -> str:
@@ -131,7 +136,8 @@ def plan_audit(config: AuditConfig) -> tuple[RunPlan, ...]:
     check_replicates([(plan.role, plan.source.ref, plan.spec.checkpoint.weights_digest) for plan in plans])
     _tell_unknown_labels(plans)
     order = {plan.source.ref: i for i, plan in reversed(list(enumerate(plans)))}
-    return tuple(sorted(plans, key=lambda p: (order[p.source.ref], p.source.adapter is None)))
+    plans.sort(key=lambda p: (order[p.source.ref], p.source.adapter is None))
+    return tuple(sorted(plans, key=lambda p: p.answers_run is not None))
 
 
 def _tell_unknown_labels(plans: Sequence[RunPlan]) -> None:
@@ -203,15 +209,32 @@ def plan_run(config: AuditConfig, role: str, *, domain: bool = False) -> RunPlan
     """
     source = checkpoint_source(config, role)
     probes = probe_source(config, domain=domain)
+    device = device_type(config.capture.device)
     return RunPlan(
         role=f"{role}@domain" if domain else role,
         store=config.store.url,
         source=source,
         probes=probes,
-        spec=plan_spec(config, role, domain=domain, device=device_type(config.capture.device)),
+        spec=plan_spec(config, role, domain=domain, device=device),
         shards=cut_shards(len(load_probes(probes)), config.capture.shard_probes),
         device=config.capture.device,
+        answers_run=None if role == "before" else _answers_run(config, domain=domain, device=device),
     )
+
+
+def _answers_run(config: AuditConfig, *, domain: bool, device: str) -> str | None:
+    """Return the run whose answers the others explain, None where another target is set."""
+    if config.probes.target != PREDICTION:
+        return None
+    stored = config.checkpoints["before"].run
+    if stored is None:
+        return plan_spec(config, "before", domain=domain, device=device).id
+    if domain:
+        raise ConfigError(
+            'target = "prediction" with [domain] needs the baseline on both probe sets; name '
+            "[checkpoints.before] by path"
+        )
+    return stored
 
 
 def plan_spec(config: AuditConfig, role: str, *, domain: bool = False, device: str = "cpu") -> RunSpec:
@@ -307,6 +330,8 @@ def target_name(config: AuditConfig) -> str:
 def target_of(name: str) -> str | list[str] | None:
     """Return what :func:`target_name` put into a run's record, as a capture takes it.
 
+    None for ``prediction``, whose classes stand in the run: see :mod:`audit.pipeline.targets`.
+
     >>> target_of('["Yes","No"]'), target_of("auto"), target_of("positive")
     (['Yes', 'No'], None, 'positive')
     """
@@ -315,11 +340,13 @@ def target_of(name: str) -> str | list[str] | None:
             return [str(one) for one in json.loads(name)]
         except json.JSONDecodeError:
             return name
-    return None if name == "auto" else name
+    return None if name in ("auto", PREDICTION) else name
 
 
 def targets_digest(config: AuditConfig, probes: ProbeSet) -> str:
-    """Return the digest of the probes' labels where these are the target classes, else nothing."""
+    """Return the digest of the target classes of the probes, where each has its own; else nothing."""
+    if config.probes.target == PREDICTION:
+        return answers_digest(config)
     if config.probes.target != "label":
         return ""
     return digest([[probe.id, probe.label] for probe in probes])

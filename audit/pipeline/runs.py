@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from audit._method_parameters import TARGETED
 from audit.errors import StoreError
+from audit.pipeline.targets import PREDICTION
 from audit.records import Map, RunRef, RunSpec, ShareTable
 from audit.store import Store
 
@@ -136,7 +138,9 @@ def run_ref(run_id: str, spec: RunSpec, kind: str | None = None) -> RunRef:
 def identity(spec: RunSpec) -> dict[str, str]:
     """Return the settings in which two runs must agree to be comparable."""
     transformers = spec.versions.get("transformers", "unknown")
-    return {
+    asked = spec.target == PREDICTION and spec.method.name in TARGETED
+    answers = {"target": f"predictions of {spec.targets_digest[:12]}"} if asked else {}
+    return answers | {
         "method": " ".join([spec.method.name, *(f"{k}={v}" for k, v in sorted(spec.method.params.items()))]),
         "row": spec.method.row,
         "dtype": spec.settings.dtype,
@@ -151,9 +155,10 @@ def mismatches(*runs: RunData | StoredRun) -> tuple[str, ...]:
     first = runs[0]
     found: dict[str, None] = {}
     for other in runs[1:]:
-        for name, value in first.identity.items():
-            if other.identity.get(name) != value:
-                found[f"{name}: {value} against {other.identity.get(name)}"] = None
+        for name in dict.fromkeys((*first.identity, *other.identity)):
+            one, two = (run.identity.get(name, "not set") for run in (first, other))
+            if one != two:
+                found[f"{name}: {one} against {two}"] = None
     return tuple(found)
 
 
