@@ -23,6 +23,8 @@ from audit.errors import CaptureError
 
 Depth = tuple[str, int]
 """A stack, and how many of its blocks have run."""
+KEYS = "the keys of cross-attention"
+"""In the place of a stack: what the last one attends to beside its own positions."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class _Trace:
     words: Tensor | None = None
     states: dict[Depth, Tensor] = field(default_factory=dict)
     inputs: dict[str, Tensor] = field(default_factory=dict)
+    keys: list[Tensor] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
 
 
@@ -138,7 +141,13 @@ def _front(core: Any, plan: CapturePlan, trace: _Trace, pixels: Tensor) -> Front
             f"{name}: pixels feed several positions of {stacks[0]} (its patches overlap or are convolved); "
             "no exact map of the image exists for it"
         )
-    sources = {}
+    sources: dict[str, Mapping[Depth, NDArray[np.int64]]] = {}
+    if trace.keys:
+        if any(keys is not trace.keys[0] and not torch.equal(keys, trace.keys[0]) for keys in trace.keys):
+            raise CaptureError(f"{name}: its cross-attention layers attend to different keys; not supported")
+        sizes[KEYS] = _size(trace.keys[0])
+        before = {depth: leaf for depth, leaf in trace.states.items() if depth[0] != stacks[-1]}
+        sources[KEYS] = _sources(name, KEYS, trace.keys[0], before)
     for i, stack in enumerate(stacks[1:], start=1):
         earlier = {depth: leaf for depth, leaf in trace.states.items() if depth[0] in stacks[:i]}
         sources[stack] = _sources(name, stack, trace.inputs[stack], earlier)
@@ -173,8 +182,9 @@ def _sources(
 def _check_reached(
     name: str, last: str, seen: Tensor, sources: Mapping[str, Mapping[Depth, NDArray[np.int64]]]
 ) -> None:
-    alone = not sources
-    if not bool((seen >= 0).any()) or (not alone and not sources[last]):
+    alone = last not in sources
+    reached = alone or sources[last] or sources.get(KEYS)
+    if not bool((seen >= 0).any()) or not reached:
         raise CaptureError(
             f"{name}: no position of {last} draws on the image (or it does so through tokens that have no "
             "gradient), so its map cannot be told"
@@ -196,6 +206,11 @@ def _tapped(
     """Turn tokens, stack inputs and block outputs into leaves, and `stop` before the last stack."""
     last = plan.stacks[-1]
     with ExitStack() as hooks:
+        crossed = [layer for layer in plan.layers if layer.kind == "cross"]
+        for layer in crossed:
+            look = own_thread(_keys(trace))
+            hooks.callback(layer.module.register_forward_pre_hook(look, with_kwargs=True).remove)
+        stop = stop and not crossed
         for stack in plan.stacks:
             entry = own_thread(_entry(stack, trace, stop=stop and stack == last))
             leave = own_thread(_leave(stack, trace))
@@ -231,6 +246,26 @@ def _entry(stack: str, trace: _Trace, *, stop: bool) -> Any:
         if isinstance(where, int):
             return tuple(given if i == where else item for i, item in enumerate(args)), kwargs
         return args, {**kwargs, where: given}
+
+    return hook
+
+
+def _keys(trace: _Trace) -> Any:
+    """Keep what a cross-attention layer attends to, and give it on without its history."""
+    names = ("encoder_hidden_states", "cross_attention_states", "key_value_states")
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        own = find_stream(args, kwargs)
+        places: list[int | str] = [*(name for name in names if name in kwargs), *range(len(args))]
+        values = [(at, args[at] if isinstance(at, int) else kwargs[at]) for at in places if at != own]
+        found = next(((at, x) for at, x in values if isinstance(x, Tensor) and x.dim() == 3), None)
+        if found is None:
+            raise CaptureError(f"{type(module).__name__} attends to keys that cannot be seen; not supported")
+        at, keys = found
+        trace.keys.append(keys)
+        if isinstance(at, int):
+            return tuple(keys.detach() if i == at else item for i, item in enumerate(args)), kwargs
+        return args, {**kwargs, at: keys.detach()}
 
     return hook
 

@@ -12,13 +12,15 @@ from torch import Tensor, nn
 
 from audit.capture.check import check_rows, check_values
 from audit.capture.engine import BatchFold
-from audit.capture.front import Depth, Front
+from audit.capture.front import KEYS, Depth, Front
 from audit.capture.interface import AttentionCall
-from audit.capture.layers import CapturePlan
+from audit.capture.layers import AttentionLayer, CapturePlan
 from audit.capture.passes import exclusive, run_model, watched
 from audit.capture.settings import FoldSettings
 from audit.capture.windowed import Slots, spread_windows
 from audit.errors import CaptureError
+from audit.methods.fusion import fuse_heads
+from audit.methods.rollout import add_residual
 
 
 @dataclass
@@ -51,18 +53,30 @@ class JoinedFold:
 
     def __post_init__(self) -> None:
         self.folds = {stack: BatchFold(self.settings, *self._rows(stack)) for stack in self.plan.stacks}
-        self._stack = {layer.path: layer.stack for layer in self.plan.layers}
+        self._layers = {layer.path: layer for layer in self.plan.layers}
+        self._block = ""
 
     def _rows(self, stack: str) -> tuple[Tensor, Tensor]:
         """Return what is read of a stack and which of its positions are no pads: all."""
         sequences, length = self.front.sizes[stack]
+        if stack == self.plan.stacks[-1] and KEYS in self.front.sizes:
+            keys = self.front.sizes[KEYS][0] * self.front.sizes[KEYS][1]
+            read = torch.nn.functional.pad(self.read, (0, keys))
+            return read, torch.ones_like(read, dtype=torch.bool)
         valid = torch.ones(sequences, length, dtype=torch.bool, device=self.read.device)
         return (self.read if stack == self.plan.stacks[-1] else valid.float() / length), valid
 
     def receive(self, call: AttentionCall) -> None:
         """Take the attention of one layer."""
-        stack = self._stack[call.path]
-        fold = self.folds[stack]
+        layer = self._layers[call.path]
+        stack, fold = layer.stack, self.folds[layer.stack]
+        if KEYS in self.front.sizes and stack == self.plan.stacks[-1]:
+            self._beside_keys(call, layer, fold)
+            return
+        if layer.kind == "cross":
+            raise CaptureError(
+                f"attention layer {call.path} attends to another stack; this is not supported here"
+            )
         windows = self.slots.get(call.path)
         valid = fold.valid if windows is None else torch.ones_like(windows, dtype=torch.bool)
         check_rows(call, valid)
@@ -77,6 +91,35 @@ class JoinedFold:
         if (stack, fold.layer) in self.front.depths and fold.matrix is not None:
             self.states[stack, fold.layer] = fold.matrix
 
+    def _beside_keys(self, call: AttentionCall, layer: AttentionLayer, fold: BatchFold) -> None:
+        """Take a layer of a stack that also attends to keys: they stand behind its positions, unchanged.
+
+        S ← ÃS, D ← ÃD for self-attention; S ← βS + (1 − β)·C, D ← βD for cross-attention, as one matrix
+        over positions and keys (:func:`audit.methods.encoder_decoder_rollout`).
+        """
+        n, total = self.read.shape[1], fold.read.shape[1]
+        own, keys = fold.valid[:, :n], fold.valid[:, n:]
+        cross = layer.kind == "cross"
+        check_rows(call, own, keys if cross else None)
+        if self.verify:
+            check_values(call, own)
+        rho = self.settings.residual_of(0)
+        weights = call.weights.detach()
+        step = torch.eye(
+            total, dtype=torch.promote_types(weights.dtype, torch.float32), device=weights.device
+        )
+        if cross:
+            fused = fuse_heads(weights, query_offset=None, **self.settings.fusion)
+            step[:n, :n] *= rho
+            step[:n, n:] = (1 - rho) * fused[0]
+        else:
+            fold.note_causal(weights)
+            step[:n, :n] = add_residual(fuse_heads(weights, **self.settings.fusion), rho)[0]
+        fold.push(step[None])
+        if cross and self._block == layer.block:  # one row for each block
+            fold.rows.pop(-2)
+        self._block = layer.block
+
     def origins(self) -> Tensor:
         """Return which image positions each position of the last stack stands for.
 
@@ -86,7 +129,8 @@ class JoinedFold:
         Returns
         -------
         Tensor (position, image position)
-            Rows sum to 1; to 0 where a position stands for no part of the image.
+            Rows sum to 1; to 0 where a position stands for no part of the image. Keys of cross-attention
+            stand behind the positions.
         """
         first = self.plan.stacks[0]
         size = self.front.sizes[first][0] * self.front.sizes[first][1]
@@ -103,17 +147,24 @@ class JoinedFold:
                 raise CaptureError(
                     f"{stack} has positions of its own beside those of the image; its map cannot be composed"
                 )
-        return known[self.plan.stacks[-1]]
+        last = known[self.plan.stacks[-1]]
+        if KEYS not in self.front.sizes:
+            return last
+        keys = self._made_of(KEYS, known)
+        if not bool((keys.sum(dim=1) > 0).all()):
+            raise CaptureError(
+                "cross-attention has keys beside those of the image; its map cannot be composed"
+            )
+        return torch.cat([last, keys])
 
     def _made_of(self, stack: str, known: Mapping[str, Tensor]) -> Tensor:
-        total: Any = 0.0
-        times: Any = 0.0
+        count, image = int(np.prod(self.front.sizes[stack])), known[self.plan.stacks[0]]
+        total, times = image.new_zeros(count, image.shape[1]), image.new_zeros(count, 1)
         for depth, fed in self.front.sources[stack].items():
-            taken = merging(torch.from_numpy(fed), int(np.prod(self.front.sizes[stack]))).to(self.read.device)
-            total = total + self._rolled(taken, depth) @ known[depth[0]]
-            times = times + (taken.sum(dim=1, keepdim=True) > 0).to(taken.dtype)
-        made: Tensor = total / times.clamp_min(1.0)
-        return made
+            taken = merging(torch.from_numpy(fed), count).to(self.read.device)
+            total += self._rolled(taken, depth) @ known[depth[0]]
+            times += (taken.sum(dim=1, keepdim=True) > 0).to(taken.dtype)
+        return total / times.clamp_min(1.0)
 
     def _rolled(self, rows: Tensor, depth: Depth) -> Tensor:
         """Return rows (row, position) times the rollout of a stack up to a depth, sequence by sequence."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from audit.capture.check import same_tensors
-from audit.capture.front import Front, check_entry, trace_front
+from audit.capture.front import KEYS, Front, check_entry, trace_front
 from audit.capture.inputs import Encoded, core_model, patch_size
 from audit.capture.joined import JoinedFold, fold_joined
 from audit.capture.layers import CapturePlan, plan_capture
@@ -277,7 +277,7 @@ def _conventions(run: _Run) -> dict[str, float]:
     for sources in run.front.sources.values():  # merged patches may be merged again
         counts = [np.unique(fed[fed >= 0], return_counts=True)[1].max() for fed in sources.values()]
         merged *= int(max(counts, default=1))
-    last = run.front.sources.get(run.fold.plan.stacks[-1], {})
+    last = run.front.sources.get(KEYS) or run.front.sources.get(run.fold.plan.stacks[-1], {})
     return {"merged_patches": float(merged), "tower_layers": float(max(len(last), 1))}
 
 

@@ -168,6 +168,54 @@ def test_windows_of_a_tower_are_blocks_of_its_matrix() -> None:
     assert image.positions.grid == (4, 8)
 
 
+def crossed(layers: list[tuple[str, Tensor]], reached: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the last row of a decoder over the image, then over its own positions."""
+    n = layers[0][1].shape[-1]
+    source, prefix = np.zeros((n, reached.shape[1])), np.eye(n)
+    for kind, layer in layers:
+        A = layer[0].mean(0).numpy()
+        if kind == "self":
+            source, prefix = 0.5 * A @ source + 0.5 * source, 0.5 * A @ prefix + 0.5 * prefix
+        else:
+            source, prefix = 0.5 * source + 0.5 * A @ reached, 0.5 * prefix
+    return np.concatenate([source[-1], prefix[-1]])
+
+
+def test_every_block_that_attends_to_the_patches_is_composed_with_their_tower() -> None:
+    subject, probes = FAMILIES["blip"](), question_probes(1)
+    item = ImageTextEncoder(subject, CaptureSettings()).encode(probes[0])
+    kept = attentions(subject, dict(item.tensors))
+    expected = crossed(list(zip(("self", "cross") * 2, kept[TOWER:], strict=True)), rolled(kept[:TOWER]))
+    (captured,) = capture(subject, probes)
+    image, text = captured.maps
+    np.testing.assert_allclose(
+        np.concatenate([image.weights * image.share, text.weights * text.share]), expected, atol=1e-6
+    )
+    assert text.positions.causal
+    assert image.layers is not None
+    assert len(image.layers) == 2  # blocks, not layers of attention
+    assert captured.prediction.predicted
+
+
+def test_tiles_of_a_tower_with_two_stacks_reach_the_blocks_that_attend_to_them() -> None:
+    """Llama 3.2: patches of four tiles see each other; layer 1 of the first stack is read beside the second."""
+    subject, probes = FAMILIES["mllama"](), question_probes(1)
+    item = ImageTextEncoder(subject, CaptureSettings()).encode(probes[0])
+    kept = attentions(subject, dict(item.tensors))
+    places = np.concatenate([24 * tile + np.arange(17) for tile in range(4)])  # each tile is padded to 24
+    reached = (0.5 * rolled(kept[:4]) + 0.5 * rolled(kept[:2]))[places]
+    expected = crossed(list(zip(("self", "cross", "self"), kept[4:], strict=True)), reached)
+    (captured,) = capture(subject, probes)
+    image, text = captured.maps
+    np.testing.assert_allclose(np.sort(image.weights * image.share), np.sort(expected[:96]), atol=1e-6)
+    np.testing.assert_allclose(text.weights * text.share, expected[96:], atol=1e-6)
+    assert image.share == pytest.approx(0.5)
+    assert image.diagnostics["tower_layers"] == 2
+    assert image.positions.grid == (5, 7)  # patches of 8×8 in an image of 40×56, the others are frame
+    patch = (image.positions.boxes * [56, 40, 56, 40])[image.positions.special.sum() + 7 + 2]  # type: ignore[operator]
+    np.testing.assert_allclose(patch, [16, 8, 24, 16], atol=0.2)
+
+
 def test_words_and_patches_of_one_encoder_share_its_row() -> None:
     subject, probes = vilt(), question_probes(2)
     for probe, captured in zip(probes, capture(subject, probes), strict=True):

@@ -211,6 +211,45 @@ def internvl() -> Checkpoint:
     return _joined(transformers.InternVLForConditionalGeneration(config), processor)
 
 
+def mllama() -> Checkpoint:
+    """A decoder some of whose blocks attend to the patches; a tower of two stacks, two layers of it read."""
+    tokenizer = _tokenizer("<|image|>", "<|python_tag|>")
+    vision = {
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_global_layers": 1,
+        "attention_heads": 4,
+        "intermediate_size": 37,
+        "image_size": 32,
+        "patch_size": 8,
+        "max_num_tiles": 4,
+        "intermediate_layers_indices": [1],
+        "supported_aspect_ratios": [[1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [4, 1]],
+        "vision_output_dim": 64,
+    }
+    text = {**TEXT, "num_hidden_layers": 3, "cross_attention_layers": [1], "vocab_size": len(tokenizer)}
+    config = transformers.MllamaConfig(
+        vision_config=transformers.models.mllama.MllamaVisionConfig(**vision),
+        text_config=transformers.models.mllama.MllamaTextConfig(**text, pad_token_id=0),
+        image_token_index=tokenizer.convert_tokens_to_ids("<|image|>"),
+    )
+    images = transformers.MllamaImageProcessorPil(size=SIDE, max_image_tiles=4)
+    return _joined(
+        transformers.MllamaForConditionalGeneration(config), transformers.MllamaProcessor(images, tokenizer)
+    )
+
+
+def blip() -> Checkpoint:
+    """Captions: every block of the decoder attends to the patches."""
+    tokenizer = word_tokenizer()
+    text = {**TEXT, "vocab_size": len(tokenizer), "encoder_hidden_size": 32, "num_hidden_layers": 2}
+    ids = {"bos_token_id": 2, "pad_token_id": 0, "eos_token_id": 3, "sep_token_id": 3}
+    config = transformers.BlipConfig(text_config={**text, **ids}, vision_config=VISION, projection_dim=32)
+    images = transformers.BlipImageProcessorPil(size=SIDE)
+    model = transformers.BlipForConditionalGeneration._from_config(config, attn_implementation="eager")
+    return _joined(model, transformers.BlipProcessor(images, tokenizer))
+
+
 def vilt(**changes: Any) -> Checkpoint:
     """Words and patches in one encoder, no tower before it."""
     tokenizer = word_tokenizer()
@@ -223,7 +262,19 @@ def vilt(**changes: Any) -> Checkpoint:
 
 FAMILIES: dict[str, Callable[[], Checkpoint]] = {
     make.__name__: make
-    for make in (llava, llava_next, paligemma, gemma3, idefics3, qwen2_vl, qwen2_5_vl, internvl, vilt)
+    for make in (
+        llava,
+        llava_next,
+        paligemma,
+        gemma3,
+        idefics3,
+        qwen2_vl,
+        qwen2_5_vl,
+        internvl,
+        mllama,
+        blip,
+        vilt,
+    )
 }
 
 
