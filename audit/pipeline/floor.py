@@ -85,6 +85,15 @@ def freeze_floor(baseline: RunData, replicates: Sequence[RunData], path: str | P
 def read_floor(path: str | Path) -> Floor:
     """Read a floor file.
 
+    Parameters
+    ----------
+    path : str or Path
+        What :func:`freeze_floor` or `audit floor` wrote.
+
+    Returns
+    -------
+    Floor
+
     Raises
     ------
     ConfigError
