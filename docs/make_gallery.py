@@ -2,7 +2,8 @@
 
 Run from the repository root, with the development extras: ``python -m docs.make_gallery``. Text uses the
 real weights of all-MiniLM-L6-v2, the image a small ViT that is trained here in seconds; sound,
-sequence-to-sequence and CLIP have random weights, so that their maps show positions and drawing, no insight.
+sequence-to-sequence, CLIP and models of images with text have random weights, so that their maps show
+positions and drawing, no insight.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from numpy.typing import NDArray
 from audit.capture import capture
 from audit.records import Checkpoint, Map, Method, Probe
 from tests.integration import test_capture_streams as streams
+from tests.integration.test_capture_windows import swin
+from tests.integration.tiny_image_text import blip, llava
 from tests.integration.tiny_models import build, checkpoint, vision_checkpoint
 
 FOLDER = Path(__file__).parent / "gallery"
@@ -224,12 +227,35 @@ def draw_clip() -> None:
     svg("clip", max(end, 340) + 8, SIDE + 34, parts, "Rollout of both towers of a CLIP with random weights")
 
 
+def draw_image_text() -> None:
+    """Draw decoders that read an image with text, and a tower that attends within windows; all random."""
+    rng = np.random.default_rng(2)
+    pixels, content = square_image(rng)[0], "is the film good?"
+    probe, parts, widest = Probe("question", text=content, image=pixels), list[str](), 0.0
+    models = (("image tokens among the text (LLaVA)", llava()), ("cross-attention (BLIP)", blip()))
+    for i, (title, subject) in enumerate(models):
+        found = {one.stream: one for one in maps(subject, probe)}
+        top = i * (SIDE + 40)
+        parts += [text(8, top + 18, title), picture(pixels, 8, top + 26)]
+        parts += patches(found["image"], 8, top + 26)
+        line, end = words(found["text"], content, SIDE + 28, top + 86)
+        shares = [f"{name} {one.share:.2f}" for name, one in found.items()]
+        parts += [*line, text(SIDE + 28, top + 50, f"share of the streams: {', '.join(shares)}")]
+        widest = max(widest, end)
+    (one,) = maps(swin(), Probe("window", image=pixels))
+    top = len(models) * (SIDE + 40)
+    parts += [text(8, top + 18, "windows in two stages (Swin)"), picture(pixels, 8, top + 26)]
+    parts += patches(one, 8, top + 26)
+    title = "Rollout over images of three models with random weights"
+    svg("image-text", max(widest, 470) + 8, top + SIDE + 34, parts, title)
+
+
 def main() -> None:
     """Draw everything."""
     FOLDER.mkdir(exist_ok=True)
     torch.manual_seed(0)
     warnings.simplefilter("ignore")
-    for draw in (draw_text, draw_image, draw_audio, draw_seq2seq, draw_clip):
+    for draw in (draw_text, draw_image, draw_audio, draw_seq2seq, draw_clip, draw_image_text):
         draw()
 
 

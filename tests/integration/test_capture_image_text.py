@@ -198,7 +198,7 @@ def test_every_block_that_attends_to_the_patches_is_composed_with_their_tower() 
 
 
 def test_tiles_of_a_tower_with_two_stacks_reach_the_blocks_that_attend_to_them() -> None:
-    """Llama 3.2: patches of four tiles see each other; layer 1 of the first stack is read beside the second."""
+    """Llama 3.2: patches of four tiles see each other; layer 1 of the first stack is read, too."""
     subject, probes = FAMILIES["mllama"](), question_probes(1)
     item = ImageTextEncoder(subject, CaptureSettings()).encode(probes[0])
     kept = attentions(subject, dict(item.tensors))
