@@ -9,7 +9,7 @@ import streamlit as st
 
 from audit.errors import AuditError
 from dashboards import blocks, state, theme
-from dashboards.navigation import choose_page
+from dashboards.navigation import choose_page, prepare, share
 
 LOG = logging.getLogger("rollout-audit.dashboard")
 
@@ -32,6 +32,8 @@ def main() -> None:
             "details stand in the terminal that runs it.",
             icon=":material/error:",
         )
+    share()
+    prepare()
 
 
 main()

@@ -13,7 +13,6 @@ from typing import Any
 import streamlit as st
 
 from audit.errors import AuditError
-from audit.records import RunRef
 from audit.report.wording import clip
 from dashboards import state
 
@@ -30,6 +29,7 @@ GLOSSARY = {
     "probe": "One fixed input on which every checkpoint is looked at.",
     "JS distance": "How far two maps lie apart: 0 is identical, 1 is no overlap at all.",
     "layer": "Layers count from 0, nearest the input; a layer's value includes all layers below it.",
+    "confidence": "The part of 1 that the model gives to its answer (softmax over its classes).",
     "rollout": "Attention of all layers multiplied together: which inputs the output draws on.",
 }
 
@@ -103,23 +103,6 @@ def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
     return f'<div class="scroll">{table_html}</div>'
 
 
-def short_name(ref: RunRef | str | None) -> str:
-    """Return the last part of a checkpoint's path, or a hub id as it is."""
-    name = ref.checkpoint if isinstance(ref, RunRef) else ref
-    if not name:
-        return "unknown"
-    path = Path(name)
-    return clip(path.name if path.is_absolute() or len(path.parts) > 2 else str(name), 60)
-
-
-def pair_name(before: str | None, after: str | None) -> str:
-    """Return both checkpoints, with their folders where the last parts alone are equal."""
-    names = [short_name(before), short_name(after)]
-    if names[0] == names[1] and before and after and before != after:
-        names = [clip("/".join(Path(one).parts[-2:]), 60) for one in (before, after)]
-    return " → ".join(names)
-
-
 def moment(time: Any) -> datetime | None:
     """Return a stored time, None where it is not one."""
     try:
@@ -139,9 +122,16 @@ def link(name: str, label: str, icon: str | None = None, **selected: str) -> Non
     st.page_link(state.page(name), label=plain(label, 120), icon=icon, query_params=selected)
 
 
-def share_link() -> None:
-    """Say that the address is the link to this view."""
-    note("The address in your browser is the link to exactly this view.")
+def page_text(name: str) -> str:
+    """Return one of the texts that explain a map."""
+    return Path(__file__).with_name(f"{name}.html").read_text(encoding="utf-8")
+
+
+def meaning() -> None:
+    """Offer what a map means and does not mean, beside the map."""
+    with st.popover("What a map means, and what not", icon=":material/help:", type="tertiary"):
+        said, not_said = page_text("about_map"), page_text("about_limits")
+        html(f'<div class="plain">{said}<h2>What it cannot tell</h2>{not_said}</div>')
 
 
 @contextlib.contextmanager
@@ -153,36 +143,3 @@ def section(title: str | None = None, explanation: str | None = None) -> Iterato
         yield
     except AuditError as error:
         warn(error)
-
-
-def downloads(name: str, frame: Any) -> None:
-    """Offer a polars table as CSV and Parquet."""
-    import io
-
-    def parquet() -> bytes:
-        buffer = io.BytesIO()
-        frame.write_parquet(buffer)
-        return buffer.getvalue()
-
-    flat = [column for column, kind in frame.schema.items() if not kind.is_nested()]
-    with st.container(horizontal=True, gap="small"):
-        st.download_button(
-            "CSV",
-            lambda: frame.select(flat).write_csv().encode(),
-            f"{name}.csv",
-            "text/csv",
-            key=f"csv {name}",
-            icon=":material/download:",
-            type="tertiary",
-            on_click="ignore",
-        )
-        st.download_button(
-            "Parquet",
-            parquet,
-            f"{name}.parquet",
-            "application/vnd.apache.parquet",
-            key=f"parquet {name}",
-            icon=":material/download:",
-            type="tertiary",
-            on_click="ignore",
-        )

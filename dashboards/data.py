@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import polars as pl
 
     from audit.pipeline.trend import Trend
+    from dashboards.selection import Selected
 
 STORE_VARIABLE = "ROLLOUT_AUDIT_STORE"
 DEFAULT_STORE = "data/store"
@@ -94,8 +95,6 @@ def stored_verdict(name: str) -> Verdict | None:
 
 def verdict(name: str) -> Verdict | None:
     """Return the verdict of a stored comparison with today's approvals, None where no policy was judged."""
-    from audit.pipeline.approve import apply_approvals
-
     found = stored_verdict(name)
     if found is None or found.outcome is not Outcome.FAIL:
         return found
@@ -104,6 +103,8 @@ def verdict(name: str) -> Verdict | None:
     digest = whole.after.digest if whole.after is not None else None
     if all((one.get("bound") or {}).get("after") != digest for one in given):  # spares reading the log
         return found
+    from audit.pipeline.approve import apply_approvals
+
     return apply_approvals(store(), whole, found, signers=signers(whole))
 
 
@@ -143,9 +144,19 @@ def answers(before: str, after: str) -> pl.DataFrame:
     return _answers(str(store().root), before, after)
 
 
-def subset(name: str, probe_ids: Sequence[str]) -> tuple[Cell, ...]:
-    """Return the shift cells of a selection of probes."""
-    return _subset(str(store().root), name, tuple(probe_ids))
+def subset(name: str, chosen: Selected, crossed: Selected | None = None) -> tuple[Cell, ...]:
+    """Return the cells of a selection of probes; with `crossed`, of the whole 2×2.
+
+    Parameters
+    ----------
+    name : str
+        A comparison.
+    chosen : Selected
+    crossed : Selected or None
+        What the same filters leave of the second probe set.
+    """
+    key = (len(store().run_ids()), crossed is not None, *chosen.filters)
+    return _subset(str(store().root), name, key, chosen.ids, crossed.ids if crossed else None)
 
 
 def map_of(run_id: str, probe_id: str, stream: str) -> Map:
@@ -202,14 +213,22 @@ def _map_of(root: str, run_id: str, probe_id: str, stream: str) -> Map:
     return _open(root).map_of(run_id, probe_id, stream)
 
 
-@st.cache_resource(max_entries=16, show_spinner="Comparing the selected probes …")
-def _subset(root: str, name: str, probe_ids: tuple[str, ...]) -> tuple[Cell, ...]:
-    from audit.pipeline import compare_subset
+@st.cache_resource(max_entries=32, show_spinner="Comparing the selected probes …")
+def _subset(
+    root: str,
+    name: str,
+    key: tuple[Any, ...],  # noqa: ARG001 (stands for the ids, which are slow to hash)
+    _ids: Sequence[str],
+    _domain_ids: Sequence[str] | None,
+) -> tuple[Cell, ...]:
+    from audit.pipeline import compare_subset, subset_crossing
     from audit.pipeline.compare import Statistics
 
     whole = _comparison(root, name)
     statistics = Statistics(alpha=whole.alpha, resamples=RESAMPLES)
-    return compare_subset(_open(root), whole, probe_ids, statistics=statistics)
+    if _domain_ids is None:
+        return compare_subset(_open(root), whole, _ids, statistics=statistics)
+    return subset_crossing(_open(root), whole, _ids, _domain_ids, statistics=statistics)
 
 
 @st.cache_resource(max_entries=8, show_spinner=False)

@@ -12,8 +12,10 @@ import altair as alt
 from audit.records import Cell, RuleVerdict
 from audit.report import rows
 from audit.report.wording import change, quantity, span
-from dashboards.charts import SIGNED, finish
-from dashboards.theme import OUTCOMES, SHAPES, Palette
+from dashboards.chart_style import SIGNED, finish, names, outcome_colour, outcome_shape
+from dashboards.theme import Palette
+
+Rows = list[dict[str, Any]]
 
 ROW = 40
 FAR = 6
@@ -67,23 +69,24 @@ def forest(lines: Sequence[Line], colours: Palette, *, measure: str = "shift") -
         for line in lines
         for value in line.cell.replicates
     ]
-    order = [line.name for line in lines]
-    low, high = _extent(points, limits, dots)
     x = alt.X(
         "value:Q",
         title=f"{measure.replace('_', ' ')} (after − before, share of the content)",
-        scale=alt.Scale(domain=[low, high], nice=False),
+        scale=alt.Scale(domain=list(_extent(points, limits, dots)), nice=False),
         axis=alt.Axis(grid=True, gridColor=colours.line, tickCount=7, labelExpr=SIGNED, domain=False),
     )
-    y = alt.Y(
-        "name:N",
-        sort=order,
-        title=None,
-        axis=alt.Axis(labelLimit=190, ticks=False, domain=False, labelPadding=10),
-    )
-    base = alt.Chart(alt.Data(values=points)).encode(y=y)
+    y = names([line.name for line in lines])
+    behind = [*_background(points, limits, x, y, colours), _replicates(dots, x, y, colours)]
+    front = _estimates(alt.Chart(alt.Data(values=points)).encode(y=y), x, measure, colours)
+    return finish(alt.layer(*behind, *front), max(2, len(lines)) * ROW, colours)
+
+
+def _background(points: Rows, limits: Rows, x: alt.X, y: alt.Y, colours: Palette) -> list[alt.Chart]:
+    """Return what the shifts are held against: noise floor, zero, and limits."""
     band = (
-        base.transform_filter("datum.band_low != null")
+        alt.Chart(alt.Data(values=points))
+        .encode(y=y)
+        .transform_filter("datum.band_low != null")
         .mark_bar(height=18, cornerRadius=3, color=colours.noise, opacity=0.75)
         .encode(x=_same(x, "band_low:Q"), x2="band_high:Q")
     )
@@ -94,28 +97,32 @@ def forest(lines: Sequence[Line], colours: Palette, *, measure: str = "shift") -
         .encode(x=x, y=y, tooltip=[alt.Tooltip("text:N", title="policy allows")])
         for kind, thickness in (("excess", 1.2), ("limit", 3))
     ]
-    replicates = (
+    return [band, zero, *ticks]
+
+
+def _replicates(dots: Rows, x: alt.X, y: alt.Y, colours: Palette) -> alt.Chart:
+    """Return one dot for each harmless re-training."""
+    return (
         alt.Chart(alt.Data(values=dots))
         .mark_point(size=34, filled=False, color=colours.dot, strokeWidth=1.3)
         .encode(x=x, y=y, tooltip=[alt.Tooltip("text:N", title="one harmless re-training")])
     )
-    colour = alt.Color(
-        "outcome:N", scale=alt.Scale(domain=list(OUTCOMES), range=list(colours.outcomes)), legend=None
-    )
+
+
+def _estimates(base: alt.Chart, x: alt.X, measure: str, colours: Palette) -> list[alt.Chart]:
+    """Return the shifts themselves: intervals, marks, and numbers at the right edge."""
     bars = (
         base.transform_filter("datum.low != null")
         .mark_rule(strokeWidth=3, strokeCap="round")
-        .encode(x=_same(x, "low:Q"), x2="high:Q", color=colour)
+        .encode(x=_same(x, "low:Q"), x2="high:Q", color=outcome_colour(colours))
     )
     marks = (
         base.transform_filter("datum.value != null")
         .mark_point(size=110, filled=True, opacity=1, stroke=colours.page, strokeWidth=1.2)
         .encode(
             x=x,
-            color=colour,
-            shape=alt.Shape(
-                "outcome:N", scale=alt.Scale(domain=list(OUTCOMES), range=list(SHAPES)), legend=None
-            ),
+            color=outcome_colour(colours),
+            shape=outcome_shape(),
             tooltip=[
                 alt.Tooltip("name:N", title="region"),
                 alt.Tooltip("shown:N", title=measure),
@@ -130,9 +137,7 @@ def forest(lines: Sequence[Line], colours: Palette, *, measure: str = "shift") -
     numbers = base.mark_text(
         align="right", baseline="middle", fontSize=12, fontWeight=600, color=colours.ink
     ).encode(x=alt.value("width"), text="shown:N")
-    return finish(
-        alt.layer(band, zero, *ticks, replicates, bars, marks, numbers), max(2, len(lines)) * ROW, colours
-    )
+    return [bars, marks, numbers]
 
 
 def far_limits(lines: Sequence[Line]) -> list[str]:

@@ -1,29 +1,71 @@
-"""The pages of the dashboard, in the order of the menu."""
+"""The pages of the dashboard, in the order of the menu; each is imported when it is first drawn."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from importlib import import_module
+from urllib.parse import urlencode
+
 import streamlit as st
 
-from dashboards import state
-from dashboards.views import about, compare, live, log, overview, probe, runs, trends
+from dashboards import blocks, state
 
 PAGES = (
-    (overview.page, "Overview", "list_alt", "overview"),
-    (compare.page, "Comparison", "compare_arrows", "compare"),
-    (probe.page, "Probe", "search", "probe"),
-    (live.page, "Live", "bolt", "live"),
-    (trends.page, "Trends", "timeline", "trends"),
-    (runs.page, "Runs & provenance", "database", "runs"),
-    (log.page, "Approvals & log", "fact_check", "log"),
-    (about.page, "Methods & limits", "menu_book", "methods"),
+    ("Overview", "list_alt", "overview", "overview"),
+    ("Comparison", "compare_arrows", "compare", "compare"),
+    ("Probe", "search", "probe", "probe"),
+    ("Live", "bolt", "live", "live"),
+    ("Trends", "timeline", "trends", "trends"),
+    ("Runs & provenance", "database", "runs", "runs"),
+    ("Approvals & log", "fact_check", "log", "log"),
+    ("Methods & limits", "menu_book", "methods", "about"),
 )
+"""Title, icon, address and module of each page."""
 
 
 def choose_page() -> st.Page:
     """Draw the menu and return the page that the address names."""
     pages = [
-        st.Page(page, title=title, icon=f":material/{icon}:", url_path=path, default=path == "overview")
-        for page, title, icon, path in PAGES
+        st.Page(
+            _drawing(module),
+            title=title,
+            icon=f":material/{icon}:",
+            url_path=path,
+            default=path == "overview",
+        )
+        for title, icon, path, module in PAGES
     ]
-    state.remember(dict(zip([path for *_, path in PAGES], pages, strict=True)))
+    state.remember(dict(zip([path for *_, path, _ in PAGES], pages, strict=True)))
     return st.navigation(pages)
+
+
+def _drawing(module: str) -> Callable[[], None]:
+    def page() -> None:
+        import_module(f"dashboards.views.{module}").page()
+
+    page.__name__ = module
+    return page
+
+
+@st.cache_resource(show_spinner=False)
+def prepare() -> threading.Thread:
+    """Import the other pages while the reader looks at the first one; once in a process."""
+    thread = threading.Thread(target=_import_pages, name="import-pages", daemon=True)
+    thread.start()
+    return thread
+
+
+def _import_pages() -> None:
+    for *_, module in PAGES:
+        import_module(f"dashboards.views.{module}")
+    import_module("audit.pipeline")
+
+
+def share() -> None:
+    """Offer the address that leads to exactly this view: page, selection and filters."""
+    address = st.context.url or ""
+    query = urlencode(st.query_params.to_dict())
+    with st.popover("Link to this view", icon=":material/link:", type="tertiary"):
+        blocks.note("Who opens it on this dashboard sees the same page with the same selection and filters.")
+        st.code(f"{address}?{query}" if query else address, language=None, wrap_lines=True)

@@ -86,27 +86,47 @@ def summed(weights: Weights, pieces: Sequence[Token]) -> Weights:
     return np.array([weights[list(piece.positions)].sum() for piece in pieces])
 
 
-def words_html(
-    pieces: Sequence[Token], shares: Weights, *, scale: float, signed: bool, others: tuple[Weights, Weights]
-) -> str:
+@dataclass(frozen=True)
+class Line:
+    """One map of several pieces: its title, shares, and the share that is drawn in full colour."""
+
+    title: str
+    shares: Weights
+    scale: float
+    signed: bool = False
+
+    def kind(self, i: int) -> str:
+        """Return the colour of a piece: ``m`` (mass), or ``u`` (up) and ``d`` (down) around zero."""
+        return ("u" if self.shares[i] > 0 else "d") if self.signed else "m"
+
+    def strength(self, i: int) -> float:
+        """Return how strongly a piece is coloured, from 0 to 1."""
+        return min(1.0, abs(float(self.shares[i])) / self.scale) if self.scale else 0.0
+
+
+def pair_of_lines(before: Weights, after: Weights, peaks: tuple[float, float]) -> list[Line]:
+    """Return before, after and their difference; `peaks` are the scales of the maps and the difference."""
+    return [
+        Line("Before", before, peaks[0]),
+        Line("After", after, peaks[0]),
+        Line("Difference", after - before, peaks[1], signed=True),
+    ]
+
+
+def words_html(pieces: Sequence[Token], line: Line, others: tuple[Weights, Weights]) -> str:
     """Return one line of words, coloured by share, or by difference on a symmetric scale.
 
     Parameters
     ----------
     pieces : sequence of Token
-    shares : float array (piece,)
-    scale : float
-        The share that is drawn in full colour.
-    signed : bool
-        Two colours around zero.
+    line : Line
+        One share for each piece.
     others : (before, after)
         Printed on hover, exact.
     """
     before, after = others
     parts = []
-    for i, (piece, share) in enumerate(zip(pieces, shares, strict=True)):
-        kind = ("u" if share > 0 else "d") if signed else "m"
-        strength = min(1.0, abs(float(share)) / scale) if scale else 0.0
+    for i, piece in enumerate(pieces):
         where = (
             f"position {piece.positions[0]}"
             if len(piece.positions) == 1
@@ -118,7 +138,8 @@ def words_html(
         title += ", special token" if piece.special else ""
         shown = text(piece.words, 60) if piece.words.strip() or piece.special else str(piece.positions[0])
         gap = piece.gap[:1] if not piece.gap.strip() else f' <span class="soft">{text(piece.gap, 40)}</span> '
-        parts.append(f'{gap}<i class="{kind}{extra}" style="--a:{strength:.3f}" title="{title}">{shown}</i>')
+        style = f'class="{line.kind(i)}{extra}" style="--a:{line.strength(i):.3f}"'
+        parts.append(f'{gap}<i {style} title="{title}">{shown}</i>')
     return "".join(parts)
 
 
@@ -140,18 +161,8 @@ def strips(rows: Sequence[tuple[str, str]], *, blank: bool) -> str:
     return f'<div class="strip">{lines}</div>'
 
 
-@dataclass(frozen=True)
-class Panel:
-    """One map above the picture: shares of all patches row by row, with title and scale."""
-
-    title: str
-    shares: Weights
-    scale: float
-    signed: bool = False
-
-
 def panels_html(
-    panels: Sequence[Panel],
+    panels: Sequence[Line],
     grid: tuple[int, int],
     png: bytes | None,
     *,
@@ -183,23 +194,27 @@ def panels_html(
 
 
 def _patches(
-    panel: Panel, grid: tuple[int, int], others: tuple[Weights, Weights], spans: Sequence[str]
+    panel: Line, grid: tuple[int, int], others: tuple[Weights, Weights], spans: Sequence[str]
 ) -> str:
     before, after = others
     cells = []
-    for i, share in enumerate(panel.shares):
-        kind = ("u" if share > 0 else "d") if panel.signed else "m"
-        strength = min(1.0, abs(float(share)) / panel.scale) if panel.scale else 0.0
+    for i in range(len(panel.shares)):
         where = spans[i % grid[1]] if spans else f"row {i // grid[1]}, column {i % grid[1]}"
         title = f"{where}: {number(before[i], 4)} → {number(after[i], 4)}"
-        cells.append(f'<i class="{kind}" style="--a:{strength:.3f}" title="{title}"></i>')
+        style = f'class="{panel.kind(i)}" style="--a:{panel.strength(i):.3f}"'
+        cells.append(f'<i {style} title="{title}"></i>')
     return f'<div class="grid" style="grid-template-columns:repeat({grid[1]},1fr)">{"".join(cells)}</div>'
 
 
 RISE, FALL, MASS = (214, 96, 16), (36, 104, 190), (13, 148, 136)
 
 
-def _smooth(panel: Panel, grid: tuple[int, int], width: int = 240) -> str:
+def _smooth(panel: Line, grid: tuple[int, int]) -> str:
+    data = base64.b64encode(smooth_png(panel, grid)).decode("ascii")
+    return f'<img class="above" alt="{text(panel.title)}" src="data:image/png;base64,{data}">'
+
+
+def smooth_png(panel: Line, grid: tuple[int, int], width: int = 240) -> bytes:
     """Return the map as one picture with soft borders, half transparent."""
     from PIL import Image
 
@@ -209,8 +224,7 @@ def _smooth(panel: Panel, grid: tuple[int, int], width: int = 240) -> str:
     pixels = np.zeros((height, width, 4), dtype=np.uint8)
     pixels[..., :3] = np.where(large[..., None] >= 0, RISE if panel.signed else MASS, FALL)
     pixels[..., 3] = np.clip(np.abs(large) if panel.signed else large, 0, 1) * 205
-    data = base64.b64encode(as_png(pixels)).decode("ascii")
-    return f'<img class="above" alt="{text(panel.title)}" src="data:image/png;base64,{data}">'
+    return as_png(pixels)
 
 
 def as_png(pixels: NDArray[np.uint8]) -> bytes:

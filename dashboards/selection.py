@@ -25,26 +25,45 @@ KEYS = ("changed", "segment", "label")
 
 @dataclass(frozen=True)
 class Selected:
-    """Probes that pass the filters, one row each, and how many there are in all."""
+    """Probes that pass the filters, one row each, how many there are in all, and the filters."""
 
     rows: pl.DataFrame
     total: int
+    filters: tuple[str | None, str | None, str | None] = (None, None, None)
 
     @property
     def filtered(self) -> bool:
         """Return whether a filter leaves probes out."""
         return len(self.rows) < self.total
 
+    @property
+    def ids(self) -> list[str]:
+        """Return the ids of the probes."""
+        return [str(one) for one in self.rows["probe_id"].to_list()]
+
 
 def answers_of(comparison: Comparison) -> pl.DataFrame | None:
     """Return what both checkpoints answered, None where their runs are no longer in the store."""
     one, two = comparison.before, comparison.after
-    where = data.store()
     if comparison.kind != "paired" or one is None or two is None:
         return None
-    if not (where.has_run(one.run_id) and where.has_run(two.run_id)):
+    return _answers(one.run_id, two.run_id)
+
+
+def crossed(comparison: Comparison, chosen: Selected) -> Selected | None:
+    """Return what the same filters leave of the second probe set of a 2×2, None where there is none."""
+    runs = [str(one) for one in comparison.settings.get("domain") or ()][:2]
+    answers = _answers(*runs) if len(runs) == 2 else None
+    if answers is None:
         return None
-    return data.answers(one.run_id, two.run_id)
+    return Selected(_narrowed(answers, *chosen.filters), len(answers), chosen.filters)
+
+
+def _answers(before: str, after: str) -> pl.DataFrame | None:
+    where = data.store()
+    if not (where.has_run(before) and where.has_run(after)):
+        return None
+    return data.answers(before, after)
 
 
 def choose(answers: pl.DataFrame) -> Selected:
@@ -52,7 +71,7 @@ def choose(answers: pl.DataFrame) -> Selected:
     segments = sorted({value for row in answers["segments"].to_list() for value in row})
     labels = sorted({str(label) for label in answers["label"].drop_nulls().to_list()})
     counts = _counts(answers)
-    with st.container(horizontal=True, gap="small"):
+    with st.container(horizontal=True, gap="small", vertical_alignment="bottom"):
         if answers["change"].null_count() < len(answers):
             state.pick(
                 st.segmented_control,
@@ -85,19 +104,26 @@ def _narrow(label: str, key: str, options: list[str]) -> None:
 
 def apply(answers: pl.DataFrame) -> Selected:
     """Return the probes that pass the filters of the selection; unknown values filter nothing."""
+    changed, segment, label = (state.get(key) for key in KEYS)
+    changed = changed if changed in CHANGES and changed != EVERY else None
+    segment = segment if segment and answers["segments"].list.contains(segment).any() else None
+    label = label if label and (answers["label"] == label).any() else None
+    return Selected(_narrowed(answers, changed, segment, label), len(answers), (changed, segment, label))
+
+
+def _narrowed(
+    answers: pl.DataFrame, changed: str | None, segment: str | None, label: str | None
+) -> pl.DataFrame:
     import polars as pl
 
     rows = answers
-    changed, segment, label = (state.get(key) for key in KEYS)
     if changed == "flipped":
         rows = rows.filter(pl.col("predicted_before") != pl.col("predicted_after"))
-    elif changed in CHANGES and changed != EVERY:
+    elif changed is not None:
         rows = rows.filter(pl.col("change") == changed)
-    if segment and answers["segments"].list.contains(segment).any():
+    if segment is not None:
         rows = rows.filter(pl.col("segments").list.contains(segment))
-    if label and (answers["label"] == label).any():
-        rows = rows.filter(pl.col("label") == label)
-    return Selected(rows, len(answers))
+    return rows if label is None else rows.filter(pl.col("label") == label)
 
 
 def _counts(answers: pl.DataFrame) -> dict[str, int]:

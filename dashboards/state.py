@@ -24,6 +24,9 @@ KEYS = (
     "outcome",
     "find",
     "model",
+    "head",
+    "row",
+    "method",
 )
 """What may be selected, and what an address may carry."""
 

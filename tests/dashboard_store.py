@@ -244,17 +244,111 @@ def _vision_probes(root: Path) -> Path:
 
 
 def _save_checkpoints(root: Path) -> None:
-    import torch
-
     from tests.integration.tiny_models import text_checkpoint, vision_checkpoint
 
     for kind, one in (("text", text_checkpoint("bert")), ("vision", vision_checkpoint("vit"))):
-        clean = {name: value.clone() for name, value in one.model.state_dict().items()}
         for i, (name, size) in enumerate({"base": 0.0, **NOISE}.items()):
-            torch.manual_seed(i)
-            one.model.load_state_dict(clean)
-            with torch.no_grad():
-                for parameter in one.model.parameters():
-                    parameter.add_(torch.randn_like(parameter) * size)
-            one.model.save_pretrained(root / kind / name)
-            one.processor.save_pretrained(root / kind / name)
+            _perturb(one, root / kind / name, size, seed=i)
+
+
+def _perturb(one: Any, folder: Path, size: float, *, seed: int) -> None:
+    """Save a checkpoint with noise of this size added to every weight; the checkpoint stays as it is."""
+    import torch
+
+    clean = {name: value.clone() for name, value in one.model.state_dict().items()}
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in one.model.parameters():
+            parameter.add_(torch.randn_like(parameter) * size)
+    one.model.save_pretrained(folder)
+    one.processor.save_pretrained(folder)
+    one.model.load_state_dict(clean)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An audit of one kind of model: its configuration and comparison."""
+
+    config: Path
+    comparison: str
+
+
+def build_kinds(root: Path) -> dict[str, Kind]:
+    """Audit a tiny encoder-decoder, a tiny sound model and two tiny towers in one store."""
+    from audit.config import load_config
+    from audit.pipeline import run_audit
+
+    found = {}
+    for name, (checkpoint, rows) in _kinds(root).items():
+        for side, size in (("base", 0.0), ("after", 0.05)):
+            _perturb(checkpoint, root / name / side, size, seed=len(side))
+        path = root / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config = root / f"{name}.toml"
+        config.write_text(
+            f'[store]\nurl = "store"\n[checkpoints.before]\npath = "./{name}/base"\n'
+            f'[checkpoints.after]\npath = "./{name}/after"\n[probes]\npath = "{name}.jsonl"\n'
+            "[regions]\nopening = { quantile = [0.0, 0.5] }\n[statistics]\nresamples = 99\n"
+            '[[gate.rules]]\nregion = "opening"\nkind = "limit"\nfail = 0.02\n'
+        )
+        found[name] = Kind(config, str(run_audit(load_config(config)).comparison_id))
+    return found
+
+
+def _kinds(root: Path) -> dict[str, tuple[Any, list[dict[str, Any]]]]:
+    import transformers
+
+    from tests.integration import tiny_models as tiny
+
+    tokenizer = tiny.word_tokenizer()
+    ids = {"pad_token_id": 0, "eos_token_id": 3, "decoder_start_token_id": 0, "vocab_size": len(tokenizer)}
+    t5 = {"d_model": 32, "d_kv": 8, "d_ff": 37, "num_layers": 2, "num_heads": 4}
+    conv = {
+        "conv_dim": (32, 32),
+        "conv_stride": (10, 8),
+        "conv_kernel": (10, 8),
+        "num_feat_extract_layers": 2,
+    }
+    tower = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 37}
+    text = {
+        **tower,
+        "vocab_size": len(tokenizer),
+        "eos_token_id": 3,
+        "bos_token_id": 2,
+        "max_position_embeddings": 64,
+    }
+    vision = {**tower, "image_size": 32, "patch_size": 8}
+    sound = tiny.build(
+        "Wav2Vec2ForSequenceClassification", num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=2,
+        vocab_size=40, **conv, **tiny.LABELS,
+    )  # fmt: skip
+    clip = tiny.build("CLIPModel", text_config=text, vision_config=vision)
+    return {
+        "seq2seq": (
+            tiny.checkpoint(tiny.build("T5ForConditionalGeneration", **ids, **t5), tokenizer),
+            [{"id": f"s-{i:02d}", "text": tiny.TEXTS[i % 6] + " it" * (i // 6)} for i in range(20)],
+        ),
+        "sound": (
+            tiny.checkpoint(sound, transformers.Wav2Vec2FeatureExtractor()),
+            [{"id": f"a-{i:02d}", "audio": _tone(root, i)} for i in range(20)],
+        ),
+        "towers": (
+            tiny.checkpoint(clip, transformers.CLIPProcessor(tiny.image_processor(), tokenizer)),
+            [{"id": f"c-{i:02d}", "text": tiny.TEXTS[i % 6], "image": _picture(root, i)} for i in range(20)],
+        ),
+    }
+
+
+def _tone(root: Path, i: int) -> str:
+    time = np.arange(3200) / 16000
+    save_audio(
+        root / f"clips/{i:02d}.wav", np.sin(2 * np.pi * (300 + 40 * i) * time).astype(np.float32), 16000
+    )
+    return f"clips/{i:02d}.wav"
+
+
+def _picture(root: Path, i: int) -> str:
+    pixels = np.random.default_rng(i).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    (root / "pictures").mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(root / f"pictures/{i:02d}.png")
+    return f"pictures/{i:02d}.png"

@@ -9,12 +9,22 @@ from audit.pipeline.approve import approvals_of, approve, read_approvals, read_v
 from audit.pipeline.capture import capture_all, capture_run, capture_shard, check_run, publish_run
 from audit.pipeline.compare import compare_runs, compare_subset
 from audit.pipeline.confirm import confirm_regions
+from audit.pipeline.crossing import subset_crossing
 from audit.pipeline.examples import example_maps
 from audit.pipeline.floor import freeze_floor, read_floor
 from audit.pipeline.gate import compare_config, freeze_config_floor, gate_comparison, gate_runs, run_audit
 from audit.pipeline.imported import import_for, import_maps
 from audit.pipeline.initial import write_initial_config
-from audit.pipeline.live import capture_one, load_run_checkpoint, memory_estimate
+from audit.pipeline.live import (
+    LIVE_METHODS,
+    capture_both,
+    capture_one,
+    head_count,
+    load_run_checkpoint,
+    memory_estimate,
+    memory_obstacle,
+    method_on_demand,
+)
 from audit.pipeline.maps import compute_maps, compute_reliance
 from audit.pipeline.plan import Progress, RunPlan, plan_audit, plan_run
 from audit.pipeline.planning import plan_sensitivity
@@ -24,11 +34,13 @@ from audit.pipeline.trend import trends
 from audit.pipeline.verify import verify_store
 
 __all__ = [
+    "LIVE_METHODS",
     "Progress",
     "RunPlan",
     "approvals_of",
     "approve",
     "capture_all",
+    "capture_both",
     "capture_one",
     "capture_run",
     "capture_shard",
@@ -44,10 +56,13 @@ __all__ = [
     "freeze_floor",
     "gate_comparison",
     "gate_runs",
+    "head_count",
     "import_for",
     "import_maps",
     "load_run_checkpoint",
     "memory_estimate",
+    "memory_obstacle",
+    "method_on_demand",
     "plan_audit",
     "plan_run",
     "plan_sensitivity",
@@ -60,6 +75,7 @@ __all__ = [
     "report_context",
     "run_audit",
     "signers_of",
+    "subset_crossing",
     "train_replicates",
     "trends",
     "verify_store",

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from audit._changes import FEWEST, change_points, noise_scale
 from audit.calibrate import e_process
 from audit.records import Comparison, Policy
 from audit.store import Store
@@ -21,6 +22,8 @@ ALARM = 20.0
 """Evidence from which on a trend is told: under no trend it is ever reached with a chance of 1 in 20."""
 
 FEWEST_LOOKS = 3
+
+__all__ = ["ALARM", "FEWEST", "FEWEST_LOOKS", "Trend", "trend_notes", "trends"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,9 @@ class Trend:
     sentence : str
     course : tuple of float
         Value of the e-process after each look.
+    changes : tuple of int
+        Indices into `looks` from which on the mean share is another (:func:`audit._changes.change_points`):
+        for reading the history, not for judging it.
     """
 
     region: str
@@ -54,6 +60,7 @@ class Trend:
     alarm: str | None
     sentence: str
     course: tuple[float, ...] = ()
+    changes: tuple[int, ...] = ()
 
 
 def trends(store: Store, comparison_id: str | None = None) -> list[Trend]:
@@ -192,6 +199,7 @@ def _trend(
         alarm=alarm,
         sentence=_sentence(key[0], looks, levels, float(evidence.max()), alarm),
         course=tuple(float(value) for value in evidence),
+        changes=change_points(levels[1:], scale=noise_scale(levels[1:], known=scale)),
     )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import streamlit as st
 
 from dashboards import blocks, data
@@ -35,7 +33,7 @@ METHODS = {
 def page() -> None:
     """Draw the explanations."""
     st.title("Methods & limits", anchor=False)
-    blocks.html(f'<div class="plain">{_text("about_map")}</div>')
+    blocks.html(f'<div class="plain">{blocks.page_text("about_map")}</div>')
     st.header("What the verdicts mean", anchor=False)
     blocks.html(
         blocks.table(
@@ -43,17 +41,13 @@ def page() -> None:
         )
     )
     st.header("What a map cannot tell", anchor=False)
-    blocks.html(f'<div class="plain">{_text("about_limits")}</div>')
+    blocks.html(f'<div class="plain">{blocks.page_text("about_limits")}</div>')
     _methods()
     st.header("Words", anchor=False)
     blocks.html(blocks.table(("word", "meaning"), [(f"<b>{k}</b>", blocks.text(v)) for k, v in GLOSSARY]))
 
 
 GLOSSARY = tuple(sorted(blocks.GLOSSARY.items(), key=lambda item: item[0].casefold()))
-
-
-def _text(name: str) -> str:
-    return (Path(__file__).parents[1] / f"{name}.html").read_text(encoding="utf-8")
 
 
 def _methods() -> None:

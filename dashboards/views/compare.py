@@ -9,10 +9,20 @@ import streamlit as st
 
 from audit.records import Cell, Comparison, Verdict
 from audit.report import facts, rows
-from audit.report.wording import count
-from dashboards import acceptance, blocks, charts, data, forest, selection, state, theme
+from dashboards import (
+    acceptance,
+    blocks,
+    charts,
+    data,
+    downloads,
+    forest,
+    frames,
+    naming,
+    selection,
+    state,
+)
 from dashboards.selection import Selected
-from dashboards.views import effects, probes_table
+from dashboards.views import effects, probes_table, spread
 from dashboards.views import verdict as verdict_view
 
 KEYS = ("comparison", "effect", *selection.KEYS, "region")
@@ -30,7 +40,8 @@ def page() -> None:
         return
     name = choose_comparison(manifests)
     comparison, verdict = data.comparison(name), data.verdict(name)
-    verdict_view.hero(comparison, verdict)
+    manifest = next(one for one in manifests if one["comparison_id"] == name)
+    verdict_view.hero(comparison, verdict, naming.pair_names(manifests)[naming.pair_of(manifest)])
     answers = None
     with blocks.section():
         answers = selection.answers_of(comparison)
@@ -38,24 +49,23 @@ def page() -> None:
     cells = _cells(name, comparison, chosen)
     judged = None if chosen is not None and chosen.filtered else verdict
     _forest(comparison, cells, judged)
-    effects.crossing(comparison)
+    effects.crossing(name, cells)
     _layers(comparison, cells)
-    _distribution(name, comparison, cells, chosen)
-    _segments(comparison)
-    verdict_view.rules(verdict)
+    spread.distribution(name, _effect(comparison), cells, chosen)
+    spread.segments(name, _effect(comparison), cells)
+    verdict_view.rules(name, verdict)
     acceptance.draw(comparison, verdict)
     if chosen is not None:
         probes_table.draw(name, chosen)
-    effects.methods(comparison, manifests, state.get("region"))
-    _cell_table(comparison, cells)
+    effects.methods(comparison, manifests, state.get("region"), chosen)
+    _cell_table(name, cells)
     state.publish(*KEYS)
-    blocks.share_link()
 
 
 def choose_comparison(manifests: Sequence[Mapping[str, Any]]) -> str:
     """Draw the list of comparisons, newest first, and return the chosen one."""
     names = [str(one["comparison_id"]) for one in manifests]
-    titles = {str(one["comparison_id"]): _title(one) for one in manifests}
+    by_name, pairs = dict(zip(names, manifests, strict=True)), naming.pair_names(manifests)
     asked = state.get("comparison")
     if asked is not None and asked not in names:
         st.warning(
@@ -71,24 +81,18 @@ def choose_comparison(manifests: Sequence[Mapping[str, Any]]) -> str:
         "comparison",
         names,
         default=names[0],
-        format_func=lambda name: titles[name],
+        format_func=lambda name: _title(by_name[name], pairs),
     )
     state.put(comparison=chosen)
     return str(chosen)
 
 
-def _title(one: Mapping[str, Any]) -> str:
-    before, after = ((one[side] or {}).get("checkpoint") for side in ("before", "after"))
+def _title(one: Mapping[str, Any], pairs: Mapping[naming.Pair, str]) -> str:
     return (
-        f"{one['outcome'] or rows.COMPARED} · {blocks.pair_name(before, after)} · {one['method']} · "
-        f"{'2×2 with new data · ' if crossed(one) else ''}"
+        f"{one['outcome'] or rows.COMPARED} · {pairs[naming.pair_of(one)]} · {one['method']} · "
+        f"{'2×2 with new data · ' if naming.crossed(one) else ''}"
         f"{blocks.when(one['provenance']['time'])} · {one['comparison_id']}"
     )
-
-
-def crossed(manifest: Mapping[str, Any]) -> bool:
-    """Return whether a comparison crosses two checkpoints with two probe sets (2×2)."""
-    return manifest["kind"] == "paired" and bool(manifest.get("settings", {}).get("domain"))
 
 
 def _filters(comparison: Comparison, answers: Any) -> Selected | None:
@@ -115,8 +119,23 @@ def _cells(name: str, comparison: Comparison, chosen: Selected | None) -> tuple[
         st.info("No probe fits these filters; widen them to see plots.", icon=":material/filter_alt_off:")
         return ()
     with blocks.section():
-        return data.subset(name, chosen.rows["probe_id"].to_list())
+        return _subset(name, comparison, chosen)
     return ()
+
+
+def _subset(name: str, comparison: Comparison, chosen: Selected) -> tuple[Cell, ...]:
+    """Return the cells of the selection; of a 2×2, with the same filters on its second probe set."""
+    domain = selection.crossed(comparison, chosen)
+    if domain is not None and len(domain.rows):
+        blocks.note(
+            f"The filters hold for both probe sets: {len(domain.rows):,} of {domain.total:,} probes of the "
+            "second one are left."
+        )
+        return data.subset(name, chosen, domain)
+    if comparison.settings.get("domain"):
+        why = "its runs are no longer in the store" if domain is None else "no probe of it fits these filters"
+        blocks.note(f"Only the effect of the checkpoint is shown: of the second probe set, {why}.")
+    return data.subset(name, chosen)
 
 
 def _effects(cells: Sequence[Cell]) -> list[str]:
@@ -124,22 +143,20 @@ def _effects(cells: Sequence[Cell]) -> list[str]:
 
 
 def _choose_effect(comparison: Comparison, cells: Sequence[Cell]) -> str:
-    """Draw what of a 2×2 is looked at; a filter leaves the effect of the checkpoint alone."""
+    """Draw what of a 2×2 is looked at; where a filter leaves one effect, there is no choice."""
     present = _effects(cells)
-    if len(present) > 1:
-        state.pick(
-            st.segmented_control,
-            "What moved it",
-            "effect",
-            present,
-            default=present[0],
-            format_func=effects.EFFECTS.__getitem__,
-            required=True,
-        )
-        blocks.note(effects.MEANING[_effect(comparison)])
-    elif len(_effects(comparison.cells)) > 1 and present:
-        blocks.note("With a filter, only the effect of the checkpoint is shown.")
-        return present[0]
+    if len(present) < 2:
+        return present[0] if present else _effect(comparison)
+    state.pick(
+        st.segmented_control,
+        "What moved it",
+        "effect",
+        present,
+        default=present[0],
+        format_func=effects.EFFECTS.__getitem__,
+        required=True,
+    )
+    blocks.note(effects.MEANING[_effect(comparison)])
     return _effect(comparison)
 
 
@@ -154,6 +171,7 @@ def _forest(comparison: Comparison, cells: Sequence[Cell], verdict: Verdict | No
     with blocks.section(
         "Where the attention map moved", "Mean shift of each region, with everything it is judged by."
     ):
+        blocks.meaning()
         effect = _choose_effect(comparison, cells)
         found = rows.by_size(effects.shifts(cells, effect))
         if not found:
@@ -164,7 +182,8 @@ def _forest(comparison: Comparison, cells: Sequence[Cell], verdict: Verdict | No
         lines = [
             forest.Line(charts.name_of(c), c, tuple(judged.get(rows.cell_key(c), ()))) for c in found[:40]
         ]
-        st.altair_chart(forest.forest(lines, theme.palette()), alt=f"Shift of {len(lines)} regions")
+        what = f"Shift of {len(lines)} regions"
+        downloads.chart(f"{comparison.id}-regions", forest.forest, lines, alt=what)
         _legend(level)
         far = forest.far_limits(lines)
         if far:
@@ -198,128 +217,16 @@ def _layers(comparison: Comparison, cells: Sequence[Cell]) -> None:
             return
         order = [charts.name_of(c) for c in rows.by_size(effects.shifts(cells, effect))][:30]
         found = [cell for cell in found if charts.name_of(cell) in order]
-        st.altair_chart(charts.heat_map(found, order, theme.palette()), alt="Shift by region and layer")
+        what = "Shift by region and layer"
+        downloads.chart(f"{comparison.id}-layers", charts.heat_map, found, order, alt=what)
         blocks.note(
             "Each column is the map as it stands after that layer. Orange: the region gained share; blue: it "
             "lost share."
         )
 
 
-def choose_region(cells: Sequence[Cell]) -> str | None:
-    """Draw the choice of one region; the one that moved most comes first."""
-    names = list(dict.fromkeys(f"{c.region}" for c in rows.by_size(cells)))
-    if not names:
-        return None
-    return state.pick(
-        st.selectbox,
-        "Region",
-        "region",
-        names,
-        default=names[0],
-        format_func=lambda n: blocks.clip(n, 60),
-        width=260,
-    )
-
-
-def _distribution(name: str, comparison: Comparison, cells: Sequence[Cell], chosen: Selected | None) -> None:
-    if comparison.kind != "paired" or chosen is None or not len(chosen.rows):
-        return
-    with blocks.section(
-        "How it is spread over the probes", "One probe, one shift: does a mean hide two groups?"
-    ):
-        import polars as pl
-
-        found = effects.shifts(cells, _effect(comparison))
-        region = choose_region(found)
-        table = data.probe_rows(name)
-        if region is None or table.is_empty():
-            blocks.note("This comparison holds no table of probes.")
-            return
-        wanted = table.filter(pl.col("region") == region)
-        wanted = wanted.join(chosen.rows.select("probe_id"), on="probe_id", how="semi")
-        values = wanted["shift"].drop_nulls().to_numpy()
-        missing = wanted["shift"].null_count()
-        if not len(values):
-            st.info(f"{blocks.plain(region, 60)} has no position in any of these probes.")
-            return
-        cell = next((c for c in found if c.region == region), None)
-        st.altair_chart(
-            charts.histogram(
-                values,
-                cell.value if cell else None,
-                theme.palette(),
-                title=f"shift of {blocks.clip(region, 40)} in one probe",
-            ),
-            alt=f"Distribution of the shift of {blocks.clip(region, 40)} over probes",
-        )
-        rose, fell = int((values > 0).sum()), int((values < 0).sum())
-        gone = f"; {count(missing, 'probe')} without this region" if missing else ""
-        blocks.note(
-            f"Rose in {rose:,} and fell in {fell:,} of {count(len(values), 'probe')}{gone}. "
-            "Solid line: the mean; dashed: no change."
-        )
-
-
-def _segments(comparison: Comparison) -> None:
-    found = [c for c in comparison.cells if c.measure == "shift" and c.segment and c.layer is None]
-    if not found:
-        return
-    with blocks.section(
-        "By segment", "The same shift, in each part of the probe set; over all probes, unfiltered."
-    ):
-        regions = list(dict.fromkeys(c.region for c in found))
-        region = state.get("region")
-        region = region if region in regions else _largest(comparison, regions)
-        lines = [
-            forest.Line(blocks.clip(str(c.segment), 40), c)
-            for c in found
-            if c.region == region and c.effect == _effect(comparison)
-        ]
-        blocks.note(f"Region: <b>{blocks.text(region)}</b>, as chosen above.")
-        st.altair_chart(forest.forest(lines[:30], theme.palette()), alt=f"Shift of {region} by segment")
-
-
-def _largest(comparison: Comparison, regions: Sequence[str]) -> str:
-    ranked = rows.by_size(effects.shifts(comparison.cells, _effect(comparison)))
-    return next((c.region for c in ranked if c.region in regions), regions[0])
-
-
-def _cell_table(comparison: Comparison, cells: Sequence[Cell]) -> None:
+def _cell_table(name: str, cells: Sequence[Cell]) -> None:
     with st.expander(f"Every number of this comparison ({len(cells):,} rows)"), blocks.section():
-        frame = cell_frame(cells)
+        frame = frames.cells(cells)
         st.dataframe(frame, hide_index=True, height=360)
-        blocks.downloads(f"{comparison.id}-cells", frame)
-
-
-def cell_frame(cells: Sequence[Cell]) -> Any:
-    """Return cells as a polars table, one row each."""
-    import polars as pl
-
-    return pl.DataFrame(
-        [
-            {
-                "measure": c.measure,
-                "region": c.region,
-                "stream": c.stream,
-                "layer": c.layer,
-                "effect": c.effect,
-                "segment": c.segment,
-                "before": c.before,
-                "after": c.after,
-                "value": c.value,
-                "low": c.interval[0] if c.interval else None,
-                "high": c.interval[1] if c.interval else None,
-                "sd": c.sd,
-                "size": c.size,
-                "pvalue": c.pvalue,
-                "excess": c.excess.excess if c.excess else None,
-                "minimum_detectable_shift": c.excess.minimum_detectable_shift if c.excess else None,
-                "replicates": list(c.replicates),
-                "n_probes": c.n_probes,
-                "n_missing": c.n_missing,
-                "reason": c.reason,
-            }
-            for c in cells
-        ],
-        infer_schema_length=None,
-    )
+        downloads.table(f"{name}-cells", frame)

@@ -10,7 +10,8 @@ import numpy as np
 from audit.records import Cell, Comparison
 from audit.report import rows
 from audit.report.wording import change, number, quantity, span
-from dashboards import blocks, charts, data
+from dashboards import blocks, charts, data, downloads, frames
+from dashboards.selection import Selected
 
 EFFECTS = {
     "model": "the checkpoint",
@@ -39,16 +40,14 @@ def shifts(cells: Sequence[Cell], effect: str, *, layers: bool = False) -> list[
     ]
 
 
-def crossing(comparison: Comparison) -> None:
-    """Draw the shares of one region in all four corners of a 2×2."""
-    corners = {
-        effect: {(c.region, c.stream): c for c in shifts(comparison.cells, effect)} for effect in EFFECTS
-    }
+def crossing(name: str, cells: Sequence[Cell]) -> None:
+    """Draw the shares of each region in all four corners of a 2×2."""
+    corners = {effect: {(c.region, c.stream): c for c in shifts(cells, effect)} for effect in EFFECTS}
     if not corners["model_on_domain"]:
         return
     with blocks.section(
         "The checkpoint or the data",
-        "Shares of each region with both checkpoints on both probe sets; over all probes, unfiltered.",
+        "Shares of each region with both checkpoints on both probe sets.",
     ):
         body = []
         for cell in rows.by_size(list(corners["model"].values())):
@@ -63,6 +62,8 @@ def crossing(comparison: Comparison) -> None:
             "First two columns: share before → after. Then what moved it: the checkpoint (same probes), the "
             "data (same checkpoint), and by how much both together differ from their sum."
         )
+        flat = [cell for found in corners.values() for cell in found.values()]
+        downloads.table(f"{name}-corners", frames.cells(flat))
 
 
 def same_pair(comparison: Comparison, manifests: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -80,7 +81,12 @@ def same_pair(comparison: Comparison, manifests: Sequence[Mapping[str, Any]]) ->
     return {**found, comparison.method: str(comparison.id)} if comparison.id else found
 
 
-def methods(comparison: Comparison, manifests: Sequence[Mapping[str, Any]], region: str | None) -> None:
+def methods(
+    comparison: Comparison,
+    manifests: Sequence[Mapping[str, Any]],
+    region: str | None,
+    chosen: Selected | None,
+) -> None:
     """Draw what other methods found between the same two checkpoints, and how far they agree.
 
     Parameters
@@ -90,27 +96,36 @@ def methods(comparison: Comparison, manifests: Sequence[Mapping[str, Any]], regi
         Of all comparisons, newest first.
     region : str or None
         Whose shifts are compared probe by probe; None for the one that moved most.
+    chosen : Selected or None
+        The probes that are looked at; None for all.
     """
     names = same_pair(comparison, manifests)
-    if len(names) < 2:
+    if len(names) < 2 or (chosen is not None and not len(chosen.rows)):
         return
     with blocks.section("Do other methods agree", "The same two checkpoints, maps made in another way."):
-        table = {}
-        for method, name in names.items():
-            table[method] = {c.region: c for c in shifts(data.comparison(name).cells, "model")}
-        ranked = [cell.region for cell in rows.by_size(shifts(comparison.cells, "model"))]
+        found = {method: _by_region(name, chosen) for method, name in names.items()}
+        ranked = [cell.region for cell in rows.by_size(list(found[comparison.method].values()))]
         body = [
             [
                 f"<b>{blocks.text(one)}</b>",
-                *(_short(found.get(one)) for found in table.values()),
-                _direction([found.get(one) for found in table.values()]),
+                *(_short(cells.get(one)) for cells in found.values()),
+                _direction([cells.get(one) for cells in found.values()]),
             ]
             for one in ranked
         ]
         blocks.html(blocks.table(("region", *map(blocks.text, names), "direction"), body))
-        chosen = region if region in ranked else next(iter(ranked), None)
-        if chosen is not None:
-            _matrix(chosen, names)
+        region = region if region in ranked else next(iter(ranked), None)
+        if region is not None:
+            _matrix(region, names, chosen)
+        flat = [(method, cell) for method, cells in found.items() for cell in cells.values()]
+        downloads.table(f"{comparison.id}-methods", frames.cells_by("method", flat))
+
+
+def _by_region(name: str, chosen: Selected | None) -> dict[str, Cell]:
+    cells = data.comparison(name).cells
+    if chosen is not None and chosen.filtered:
+        cells = data.subset(name, chosen)
+    return {cell.region: cell for cell in shifts(cells, "model")}
 
 
 def _direction(cells: Sequence[Cell | None]) -> str:
@@ -122,9 +137,9 @@ def _direction(cells: Sequence[Cell | None]) -> str:
     return "agree" if len(signs) == 1 else "<b>disagree</b>"
 
 
-def _matrix(region: str, names: Mapping[str, str]) -> None:
+def _matrix(region: str, names: Mapping[str, str], chosen: Selected | None) -> None:
     """Draw the rank correlation of one region's shifts over the probes, for each two methods."""
-    found = agreement(region, names)
+    found = agreement(region, names, chosen.ids if chosen is not None and chosen.filtered else None)
     if found is None:
         return
     body = [
@@ -141,7 +156,9 @@ def _correlation(value: float | None) -> str:
     return "–" if value is None else number(value, 2, signed=True)
 
 
-def agreement(region: str, names: Mapping[str, str]) -> dict[tuple[str, str], float | None] | None:
+def agreement(
+    region: str, names: Mapping[str, str], ids: Sequence[str] | None = None
+) -> dict[tuple[str, str], float | None] | None:
     """Return Spearman's correlation of a region's shifts for each two methods, None without probes."""
     import polars as pl
 
@@ -151,6 +168,7 @@ def agreement(region: str, names: Mapping[str, str]) -> dict[tuple[str, str], fl
         if table.is_empty():
             return None
         one = table.filter(pl.col("region") == region).unique(["probe_id"], keep="first")
+        one = one if ids is None else one.filter(pl.col("probe_id").is_in(ids))
         one = one.select("probe_id", pl.col("shift").alias(method))
         joined = one if joined is None else joined.join(one, on="probe_id")
     assert joined is not None

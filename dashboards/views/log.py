@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 
 from audit.errors import AuditError
 from audit.pipeline.approve import Approval, binding, objection, read_approvals
 from audit.report.wording import count
-from dashboards import blocks, data
+from dashboards import blocks, data, downloads, naming
+
+if TYPE_CHECKING:
+    import polars as pl
 
 
 def page() -> None:
@@ -23,7 +26,6 @@ def page() -> None:
     _approvals()
     _verdicts(entries)
     _chain(entries)
-    blocks.share_link()
 
 
 def _approvals() -> None:
@@ -45,6 +47,7 @@ def _approvals() -> None:
                 ("given", "accepted", "by", "until", "why", "today"), [_approval(one) for one in given[:50]]
             )
         )
+        downloads.table("approvals", _approvals_frame(given))
         unlogged = {one["approval_id"] for one in listing.manifests} - {one.id for one in given}
         if unlogged:
             blocks.warn(f"Not in the log, so they count for nothing: {', '.join(sorted(unlogged)[:5])}.")
@@ -63,6 +66,28 @@ def _approval(one: Approval) -> tuple[str, ...]:
         blocks.text(one.expires.isoformat() if one.expires else "no end"),
         blocks.text(one.reason, 200),
         today,
+    )
+
+
+def _approvals_frame(given: Sequence[Approval]) -> pl.DataFrame:
+    import polars as pl
+
+    return pl.DataFrame(
+        [
+            {
+                "approval": one.id,
+                "given": str(one.created),
+                "comparison": one.comparison_id,
+                "by": one.by,
+                "signed": bool(one.signature),
+                "until": one.expires.isoformat() if one.expires else None,
+                "reason": one.reason,
+                "scope": [f"{part['rule']} on {part['region']}" for part in one.scope],
+                "obstacle_today": standing(one),
+            }
+            for one in given
+        ],
+        infer_schema_length=None,
     )
 
 
@@ -153,9 +178,13 @@ def _verdicts(entries: Sequence[Mapping[str, Any]]) -> None:
                 "remark": st.column_config.TextColumn(width="large"),
             },
         )
-        blocks.downloads("verdicts", frame)
-        for one in [row for row in found if row["outcome"] == "FAIL"][:5]:
-            label = f"Open the failed comparison {one['comparison']} of {blocks.when(one['time'])}"
+        downloads.table("verdicts", frame)
+        manifests = {str(one["comparison_id"]): one for one in data.comparisons().manifests}
+        pairs = naming.pair_names(manifests.values())
+        failed = [row for row in found if row["outcome"] == "FAIL" and row["comparison"] in manifests]
+        for one in failed[:5]:
+            pair = pairs[naming.pair_of(manifests[str(one["comparison"])])]
+            label = f"Open the failed comparison {one['comparison']} of {blocks.when(one['time'])}: {pair}"
             blocks.link("compare", label, ":material/compare_arrows:", comparison=str(one["comparison"]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,9 +11,12 @@ import streamlit as st
 
 from audit.records import Map
 from audit.report.wording import change, number
-from dashboards import blocks, charts, probe_view, sound_view, state, theme
+from dashboards import blocks, charts, downloads, map_svg, probe_view, sound_view, state, theme
 from dashboards.content import Content
+from dashboards.probe_view import Weights
 
+SOUND = 5.0
+"""Width by height of a sound's picture."""
 WIDEST = 200
 """Positions of a matrix of layers at most."""
 
@@ -51,17 +55,13 @@ def _draw_words(one: Map, old: Any, new: Any, found: Content) -> None:
     before, after = probe_view.summed(old, pieces), probe_view.summed(new, pieces)
     part = probe_view.window(after - before)
     shown, before, after = pieces[part], before[part], after[part]
-    difference = after - before
     content_only = np.array([not piece.special for piece in shown])
-    scale = probe_view.peak(before[content_only], after[content_only])
-    spread = probe_view.peak(difference[content_only])
-    both = (before, after)
-    lines = [
-        ("Before", probe_view.words_html(shown, before, scale=scale, signed=False, others=both)),
-        ("After", probe_view.words_html(shown, after, scale=scale, signed=False, others=both)),
-        ("Difference", probe_view.words_html(shown, difference, scale=spread, signed=True, others=both)),
-    ]
-    blocks.html(probe_view.strips(lines, blank=probe is None) + _scale(scale, spread))
+    peaks = _peaks(before[content_only], after[content_only])
+    lines = probe_view.pair_of_lines(before, after, peaks)
+    drawn = [(line.title, probe_view.words_html(shown, line, (before, after))) for line in lines]
+    blocks.html(probe_view.strips(drawn, blank=probe is None) + _scale(*peaks))
+    colours = theme.palette()
+    downloads.figure(_name(one), lambda: map_svg.words_svg(shown, lines, colours))
     if len(shown) < len(pieces):
         blocks.note(f"{len(shown):,} of {len(pieces):,} positions, where the change is largest.")
     blocks.note(
@@ -78,20 +78,13 @@ def _draw_patches(one: Map, old: Any, new: Any, found: Content) -> None:
     png = None
     if found.probe is not None:
         png = probe_png(found.probe, one.positions)
-    before, after = old[patches], new[patches]
-    difference = after - before
-    scale, spread = probe_view.peak(before, after), probe_view.peak(difference)
-    panels = [
-        probe_view.Panel("Before", before, scale),
-        probe_view.Panel("After", after, scale),
-        probe_view.Panel("Difference", difference, spread, signed=True),
-    ]
-    grid = one.positions.grid
-    smooth = state.get("overlay") == "smooth"
-    blocks.html(
-        probe_view.panels_html(panels, grid, png, smooth=smooth, others=(before, after))
-        + _scale(scale, spread)
-    )
+    grid, (before, after) = one.positions.grid, (old[patches], new[patches])
+    peaks, smooth = _peaks(before, after), state.get("overlay") == "smooth"
+    panels = probe_view.pair_of_lines(before, after, peaks)
+    both = (before, after)
+    blocks.html(probe_view.panels_html(panels, grid, png, smooth=smooth, others=both) + _scale(*peaks))
+    colours = theme.palette()
+    downloads.figure(_name(one), lambda: map_svg.panels_svg(panels, grid, png, colours, smooth=smooth))
     special = one.positions.special
     if special.any():
         blocks.note(
@@ -106,24 +99,20 @@ def _draw_frames(one: Map, old: Any, new: Any, found: Content) -> None:
     grid = sound_view.spans(one.positions.times, one.positions.special)
     png = _spectrogram(found, float(grid.times[-1, 1]) if len(grid.times) else 0.0)
     before, after = grid.summed(old), grid.summed(new)
-    difference = after - before
-    scale, spread = probe_view.peak(before, after), probe_view.peak(difference)
-    panels = [
-        probe_view.Panel("Before", before, scale),
-        probe_view.Panel("After", after, scale),
-        probe_view.Panel("Difference", difference, spread, signed=True),
-    ]
+    peaks, smooth = _peaks(before, after), state.get("overlay") == "smooth"
+    panels = probe_view.pair_of_lines(before, after, peaks)
     names = [f"{number(start, 2)}–{number(end, 2)} s" for start, end in grid.times]
-    smooth = state.get("overlay") == "smooth"
-    blocks.html(
-        probe_view.panels_html(
-            panels, grid.shape, png, smooth=smooth, others=(before, after), spans=names, ratio=5.0
-        )
-        + _scale(scale, spread)
+    drawn = probe_view.panels_html(
+        panels, grid.shape, png, smooth=smooth, others=(before, after), spans=names, ratio=SOUND
+    )
+    blocks.html(drawn + _scale(*peaks))
+    colours, name = theme.palette(), _name(one)
+    downloads.figure(
+        name, lambda: map_svg.panels_svg(panels, grid.shape, png, colours, smooth=smooth, ratio=SOUND)
     )
     if grid.shape[0] == 1:
-        chart = charts.over_time(grid.times, before, after, theme.palette())
-        st.altair_chart(chart, alt="Share of each time span, before and after")
+        what = "Share of each time span, before and after"
+        downloads.chart(f"{name}-time", charts.over_time, grid.times, before, after, alt=what)
     special = one.positions.special
     if special.any():
         blocks.note(
@@ -168,12 +157,23 @@ def draw_layers(pairs: Sequence[tuple[Map, Map]]) -> None:
         for layer in range(depth)
         for i in range(len(one.weights))
     ]
-    st.altair_chart(charts.layer_matrix(cells, theme.palette()), alt="Difference by layer and position")
+    name, what = f"{_name(pairs[0][0])}-layers", "Difference by layer and position"
+    downloads.chart(name, charts.layer_matrix, cells, alt=what)
     blocks.note(
         "Each row is the difference as it stands after that layer. The store holds the output row that "
         "predicts one token; other generated tokens need a capture of their own "
         '(<code>[method] row = "decoder:&lt;i&gt;"</code>).'
     )
+
+
+def _peaks(before: Weights, after: Weights) -> tuple[float, float]:
+    """Return the scales of the two maps and of their difference."""
+    return probe_view.peak(before, after), probe_view.peak(after - before)
+
+
+def _name(one: Map) -> str:
+    """Return the name of the file that a map is saved as."""
+    return re.sub(r"[^\w.-]+", "_", f"map-{one.probe_id[:60]}-{one.stream}")
 
 
 def _scale(scale: float, spread: float) -> str:

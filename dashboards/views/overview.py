@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 from typing import Any
 
 import streamlit as st
@@ -14,8 +12,7 @@ import streamlit as st
 from audit.records import Verdict
 from audit.report import rows
 from audit.report.wording import count, quantity, span
-from dashboards import blocks, data, state
-from dashboards.views import compare
+from dashboards import blocks, data, downloads, naming, state
 
 PAGE = 12
 ORDER = ("ERROR", "FAIL", "INCONCLUSIVE", "PASS", "COMPARED")
@@ -39,6 +36,11 @@ class Model:
         return self.history[-1]
 
     @property
+    def time(self) -> str:
+        """Return when the newest comparison was stored."""
+        return str(self.latest["provenance"]["time"])
+
+    @property
     def outcome(self) -> str:
         """Return the newest outcome."""
         return str(self.latest["outcome"] or rows.COMPARED)
@@ -46,27 +48,16 @@ class Model:
 
 def models(manifests: Sequence[Mapping[str, Any]]) -> list[Model]:
     """Return the comparisons by model, the worst newest verdict first."""
-    grouped: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    grouped: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for one in manifests:
-        sides = [(one[side] or {}).get("checkpoint", "") for side in ("before", "after")]
-        kind = CROSSED if compare.crossed(one) else one["kind"]
-        grouped.setdefault((*sides, one["method"], kind), []).append(one)
+        kind = CROSSED if naming.crossed(one) else one["kind"]
+        grouped.setdefault((naming.pair_of(one), one["method"], kind), []).append(one)
+    names = naming.pair_names(manifests)
     found = [
-        Model(blocks.pair_name(key[0], key[1]), key[2], key[3], tuple(history))
-        for key, history in grouped.items()
+        Model(names[pair], method, kind, tuple(history)) for (pair, method, kind), history in grouped.items()
     ]
-    folders = Counter(
-        (blocks.pair_name(*key[:2]), *key[2:]) for key in grouped
-    )  # pairs of one name in several folders
-    twice = {key[0] for key, number in folders.items() if number > 1}
-    found = [replace(model, name=_long_name(model)) if model.name in twice else model for model in found]
-    newest = sorted(found, key=lambda model: str(model.latest["provenance"]["time"]), reverse=True)
+    newest = sorted(found, key=lambda model: model.time, reverse=True)
     return sorted(newest, key=lambda model: ORDER.index(model.outcome))
-
-
-def _long_name(model: Model) -> str:
-    sides = [str((model.latest[side] or {}).get("checkpoint", "")) for side in ("before", "after")]
-    return " → ".join(blocks.clip("/".join(Path(side).parts[-2:]), 60) for side in sides)
 
 
 def page() -> None:
@@ -83,8 +74,9 @@ def page() -> None:
     shown = _filtered(found)
     state.publish("outcome", "find")
     limit = st.session_state.setdefault("overview shown", PAGE)
+    given = approvals_by_pair(listing.manifests)
     for model in shown[:limit]:
-        _card(model)
+        _card(model, given.get(naming.pair_of(model.latest)))
     if not shown:
         st.info("No audit fits this filter.", icon=":material/filter_alt_off:")
     if len(shown) > limit and st.button(f"Show {min(PAGE, len(shown) - limit)} more of {len(shown)}"):
@@ -153,7 +145,25 @@ def _filtered(found: Sequence[Model]) -> list[Model]:
     ]
 
 
-def _card(model: Model) -> None:
+def approvals_by_pair(manifests: Sequence[Mapping[str, Any]]) -> dict[naming.Pair, Mapping[str, Any]]:
+    """Return the newest approval of each pair of checkpoints."""
+    pairs = {str(one["comparison_id"]): naming.pair_of(one) for one in manifests}
+    known = [one for one in data.approvals().manifests if str(one.get("comparison_id")) in pairs]
+    ordered = sorted(known, key=lambda one: str(one["provenance"]["time"]))
+    return {pairs[str(one["comparison_id"])]: one for one in ordered}
+
+
+def approval_remark(model: Model, approval: Mapping[str, Any] | None) -> str:
+    """Return whether the newest verdict is new since the last approval of this pair."""
+    if approval is None:
+        return ""
+    time = str(approval["provenance"]["time"])
+    if str(approval["comparison_id"]) == str(model.latest["comparison_id"]):
+        return f"accepted by {blocks.clip(str(approval.get('by', 'unknown')), 60)}"
+    return f"new since the approval of {blocks.when(time)}" if model.time > time else ""
+
+
+def _card(model: Model, approval: Mapping[str, Any] | None) -> None:
     latest = model.latest
     name = str(latest["comparison_id"])
     with blocks.section(), st.container(border=True):
@@ -163,7 +173,7 @@ def _card(model: Model) -> None:
             blocks.html(
                 f'{blocks.badge(model.outcome)} <span class="pair">&nbsp;{blocks.text(model.name)}</span>'
                 f'<p style="margin:.55rem 0 .3rem">{blocks.text(rows.full_sentence(head))}</p>'
-                f'<p class="note">{_remark(model)}</p>{_settle(name, model.outcome)}'
+                f'<p class="note">{_remark(model, approval)}</p>{_settle(name, model.outcome)}'
             )
         with right:
             _figure(name, model)
@@ -175,7 +185,7 @@ def _sentence(manifest: Mapping[str, Any]) -> str:
     return sentence[:1].upper() + sentence[1:]
 
 
-def _remark(model: Model) -> str:
+def _remark(model: Model, approval: Mapping[str, Any] | None) -> str:
     latest = model.latest
     parts = [
         blocks.when(latest["provenance"]["time"]),
@@ -187,6 +197,8 @@ def _remark(model: Model) -> str:
         parts.append(KINDS[model.kind])
     if len(model.history) > 1:
         parts.append(f"{len(model.history)} audits so far")
+    if approved := approval_remark(model, approval):
+        parts.append(approved)
     return blocks.text(" · ".join(parts))
 
 
@@ -269,4 +281,4 @@ def _table(found: Sequence[Model]) -> None:
             height=min(420, 38 + 35 * len(frame)),
             column_config={"time": blocks.TIME},
         )
-        blocks.downloads("audits", frame)
+        downloads.table("audits", frame)

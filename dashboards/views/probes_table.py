@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import streamlit as st
 
-from dashboards import blocks, data, state
+from dashboards import blocks, data, downloads, state
 from dashboards.selection import Selected
 
 if TYPE_CHECKING:
@@ -76,4 +76,4 @@ def draw(name: str, chosen: Selected) -> None:
             )
         if len(shown) > SHOWN:
             blocks.note(f"The first {SHOWN} of {len(shown):,}; the download holds all.")
-        blocks.downloads(f"{name}-probes", shown)
+        downloads.table(f"{name}-probes", shown)

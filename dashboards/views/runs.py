@@ -7,8 +7,9 @@ from typing import Any
 
 import streamlit as st
 
+from audit.report import rows
 from audit.report.wording import count
-from dashboards import blocks, data, state
+from dashboards import blocks, data, downloads, naming, state
 
 KEYS = ("run",)
 
@@ -34,15 +35,14 @@ def page() -> None:
     with blocks.section():
         _run(_choose(manifests))
     state.publish(*KEYS)
-    blocks.share_link()
 
 
-def _row(manifest: Mapping[str, Any]) -> dict[str, Any]:
+def _row(manifest: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     spec = manifest["spec"]
     return {
         "run": manifest["run_id"],
         "time": blocks.moment(manifest["provenance"]["time"]),
-        "checkpoint": blocks.short_name(spec["checkpoint"]["ref"]),
+        "checkpoint": names[spec["checkpoint"]["ref"]],
         "architecture": spec["checkpoint"]["architecture"],
         "method": spec["method"]["name"],
         "output row": spec["method"]["row"],
@@ -57,7 +57,8 @@ def _row(manifest: Mapping[str, Any]) -> dict[str, Any]:
 def _table(manifests: Sequence[Mapping[str, Any]]) -> None:
     import polars as pl
 
-    frame = pl.DataFrame([_row(one) for one in manifests], infer_schema_length=None)
+    names = _names(manifests)
+    frame = pl.DataFrame([_row(one, names) for one in manifests], infer_schema_length=None)
     event = st.dataframe(
         frame,
         hide_index=True,
@@ -71,7 +72,11 @@ def _table(manifests: Sequence[Mapping[str, Any]]) -> None:
     if picked and st.session_state.get("run picked") != picked:
         st.session_state["run picked"] = picked
         state.put(run=str(frame["run"][picked[0]]))
-    blocks.downloads("runs", frame)
+    downloads.table("runs", frame)
+
+
+def _names(manifests: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    return naming.checkpoint_names([one["spec"]["checkpoint"]["ref"] for one in manifests])
 
 
 def _choose(manifests: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -85,14 +90,14 @@ def _choose(manifests: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
             icon=":material/link_off:",
         )
         state.put(run=None)
-    names = list(by_name)
+    names, shown = list(by_name), _names(manifests)
     chosen = state.pick(
         st.selectbox,
         "Run",
         "run",
         names,
         default=names[0],
-        format_func=lambda name: f"{name} · {blocks.short_name(by_name[name]['spec']['checkpoint']['ref'])}",
+        format_func=lambda name: f"{shown[by_name[name]['spec']['checkpoint']['ref']]} · {name}",
     )
     return by_name[str(chosen)]
 
@@ -149,6 +154,7 @@ def _verify(manifest: Mapping[str, Any]) -> None:
             ]
         )
         st.dataframe(frame, hide_index=True, height=min(250, 38 + 35 * len(frame)))
+        downloads.table(f"{name}-files", frame)
         if st.button(
             "Verify now", icon=":material/verified:", help="Reads every file and compares its SHA-256."
         ):
@@ -163,9 +169,11 @@ def _verify(manifest: Mapping[str, Any]) -> None:
 
 def _used_in(name: str) -> None:
     with blocks.section("Used in"):
+        manifests = data.comparisons().manifests
+        pairs = naming.pair_names(manifests)
         found = [
             one
-            for one in reversed(data.comparisons().manifests)
+            for one in reversed(manifests)
             if name
             in {(side or {}).get("run_id") for side in (one["before"], one["after"], *one["replicates"])}
             or name in (one.get("settings", {}).get("domain") or ())
@@ -173,9 +181,8 @@ def _used_in(name: str) -> None:
         if not found:
             blocks.note("No comparison uses this run yet.")
         for one in found[:8]:
-            before, after = ((one[side] or {}).get("checkpoint") for side in ("before", "after"))
             label = (
-                f"{one['outcome'] or 'COMPARED'} · {blocks.pair_name(before, after)} · {one['comparison_id']}"
+                f"{one['outcome'] or rows.COMPARED} · {pairs[naming.pair_of(one)]} · {one['comparison_id']}"
             )
             blocks.link("compare", label, ":material/compare_arrows:", comparison=str(one["comparison_id"]))
         if len(found) > 8:
@@ -184,6 +191,6 @@ def _used_in(name: str) -> None:
 
 def _shares(name: str) -> None:
     with blocks.section("Shares of the regions", "Means over the probes of this run alone."):
-        frame = data.aggregate(name)
+        frame = data.aggregate(name).drop("run_id")
         st.dataframe(frame, hide_index=True, height=min(300, 38 + 35 * len(frame)))
-        blocks.downloads(f"{name}-regions", frame)
+        downloads.table(f"{name}-regions", frame)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import streamlit as st
 
-from audit.pipeline.trend import ALARM
+from audit.pipeline.trend import ALARM, FEWEST, Trend
 from audit.records import RuleVerdict
 from audit.report import rows
-from audit.report.wording import count
-from dashboards import blocks, charts, data, forest, state, theme
+from audit.report.wording import change, count
+from dashboards import blocks, data, downloads, forest, naming, state, trend_charts
 from dashboards.views.overview import KINDS, Model, models
 
 LONGEST = 200
@@ -38,7 +40,6 @@ def page() -> None:
     with blocks.section():
         _page(model)
     state.publish(*KEYS)
-    blocks.share_link()
 
 
 def _page(model: Model) -> None:
@@ -46,10 +47,12 @@ def _page(model: Model) -> None:
     if len(history) < 2:
         st.info(
             f"{blocks.plain(model.name, 80)} has been audited once. A trend begins with the second "
-            "audit; `audit serve` runs "
-            "audits on a schedule.",
+            "audit; `audit serve` runs audits on a schedule.",
             icon=":material/timeline:",
         )
+        latest = str(model.latest["comparison_id"])
+        blocks.link("compare", "Open this audit", ":material/compare_arrows:", comparison=latest)
+        return
     _draw(history)
 
 
@@ -81,7 +84,7 @@ def points(history: Sequence[Mapping[str, Any]], region: str) -> list[dict[str, 
                 "high": judged.interval[1] if judged.interval else None,
                 "outcome": rows.shown_outcome(judged),
                 "comparison": str(one["comparison_id"]),
-                "after": blocks.short_name((one["after"] or {}).get("checkpoint")),
+                "after": naming.short_name((one["after"] or {}).get("checkpoint")),
             }
         )
     return found
@@ -98,37 +101,49 @@ def _judged(name: str, region: str) -> RuleVerdict | None:
 
 def _draw(history: Sequence[Mapping[str, Any]]) -> None:
     newest = data.verdict(str(history[-1]["comparison_id"]))
-    regions = list(dict.fromkeys(r.region for r in rows.rules_of(newest) if r.rule.measure == "shift"))
+    judged = [rule for rule in rows.rules_of(newest) if rule.rule.measure == "shift"]
+    regions = list(dict.fromkeys(rule.region for rule in judged))
     if not regions:
         blocks.note("The newest audit judged no shift; give its policy a rule to see a trend.")
         return
     region = str(state.pick(st.selectbox, "Region", "region", regions, default=regions[0], width=260))
     found = points(history, region)
-    rules = [r for r in rows.rules_of(newest) if r.region == region and r.rule.measure == "shift"]
-    limits = sorted(
-        {
-            end
-            for r in rules
-            if r.rule.kind == "limit" and r.effect in ("model", "data")
-            for end in forest.zone(r, 0.0) or ()
-            if abs(end) != float("inf")
-        }
-    )
-    marks = approved(data.approvals().manifests, history, data.comparisons().manifests)
-    chart = charts.trend(found, limits, control(rules), marks, theme.palette())
-    st.altair_chart(chart, alt=f"Shift of {region} over time")
+    held = reference([rule for rule in judged if rule.region == region], history)
+    name = f"trend-{history[-1]['comparison_id']}"
+    downloads.chart(f"{name}-shift", trend_charts.trend, found, held, alt=f"Shift of {region} over time")
+    band = "Band: control limits, where harmless re-trainings lie (mean ± 3 SD)."
     blocks.note(
-        f"{count(len(found), 'audit')} of <b>{blocks.text(region)}</b>: mean shift with its interval. "
-        "Dashed: the limit of today's policy. Band: where harmless re-trainings lie (mean ± 3 SD). "
-        "Flag: an approval."
+        f"{count(len(found), 'audit')} of <b>{blocks.text(region)}</b>: mean {blocks.term('shift')} with its "
+        f"{blocks.term('interval')}. Dashed: the {blocks.term('limit')} of today's policy. "
+        f"{band if held.control else 'No control limits: the newest audit has no re-trainings.'} "
+        f"{'Flag: an approval.' if held.approvals else 'Nothing was approved in this history.'}"
     )
-    _drift(history, region)
+    regions_drift = {one.region: one for one in data.trends(str(history[-1]["comparison_id"]))}
+    _changes(name, history, regions_drift.get(region))
+    _drift(name, history, region, regions_drift)
+    _table(name, found)
+
+
+def _table(name: str, found: Sequence[dict[str, Any]]) -> None:
     import polars as pl
 
     frame = pl.DataFrame(found, infer_schema_length=None)
     with st.expander("As a table"):
-        st.dataframe(frame, hide_index=True)
-        blocks.downloads("trend", frame)
+        st.dataframe(frame, hide_index=True, column_config={"time": blocks.TIME})
+        downloads.table(name, frame)
+
+
+def reference(rules: Sequence[RuleVerdict], history: Sequence[Mapping[str, Any]]) -> trend_charts.Reference:
+    """Return limits, control limits and approvals of one region's history."""
+    limits = {
+        end
+        for rule in rules
+        if rule.rule.kind == "limit" and rule.effect in ("model", "data")
+        for end in forest.zone(rule, 0.0) or ()
+        if abs(end) != float("inf")
+    }
+    marks = approved(data.approvals().manifests, history, data.comparisons().manifests)
+    return trend_charts.Reference(tuple(sorted(limits)), control(rules), tuple(marks))
 
 
 def control(rules: Sequence[RuleVerdict]) -> tuple[float, float] | None:
@@ -163,13 +178,74 @@ def approved(
     ]
 
 
-def _drift(history: Sequence[Mapping[str, Any]], region: str) -> None:
+def looks_of(trend: Trend, history: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return one row for each look of a trend that the history shows: its share, stretch and evidence.
+
+    Parameters
+    ----------
+    trend : Trend
+    history : sequence of mapping
+        Manifests, oldest first; the newest is the trend's last look.
+    """
+    first = len(history) - len(trend.looks)
+    edges = [0, *trend.changes, len(trend.looks)]
+    means = {
+        (start, end): float(np.mean(trend.levels[1 + start : 1 + end])) for start, end in pairwise(edges)
+    }
+    return [
+        {
+            "look": first + i + 1,
+            "time": str(history[first + i]["provenance"]["time"]),
+            "share": trend.levels[1 + i],
+            "mean": mean,
+            "stretch": str(start),
+            "evidence": max(trend.course[i], 1e-6),
+            "comparison": trend.looks[i],
+        }
+        for (start, end), mean in means.items()
+        for i in range(start, end)
+        if first + i >= 0
+    ]
+
+
+def _changes(name: str, history: Sequence[Mapping[str, Any]], trend: Trend | None) -> None:
+    with blocks.section(
+        "Did it change at once",
+        "Where the share changes from one level to another: the history cut into stretches of one mean, each "
+        "cut at the price of 4 log n. In noise alone at most 1 of 20 histories is cut.",
+    ):
+        if trend is None or len(trend.looks) < FEWEST:
+            blocks.note(f"Change points can be told from the {FEWEST}th audit of a new checkpoint on.")
+            return
+        found = looks_of(trend, history)
+        turns = [row for i, row in enumerate(found) if i and row["stretch"] != found[i - 1]["stretch"]]
+        turned = [row["look"] for row in turns]
+        what = f"Share of {trend.region} over time"
+        downloads.chart(f"{name}-share", trend_charts.share, found, turned, alt=what)
+        for row in turns:
+            earlier = next(one for one in reversed(found) if one["look"] < row["look"])
+            levels = change(earlier["mean"], row["mean"])
+            blocks.html(
+                f"<p>From the audit of <b>{blocks.text(blocks.when(row['time']))}</b> on, the share of "
+                f"<b>{blocks.text(trend.region)}</b> is another: {levels} on average "
+                f'<span class="soft">({blocks.text(row["comparison"])})</span>.</p>'
+            )
+        blocks.note(
+            "Solid: the mean of each stretch; dashed: where it changes. For reading the history; it judges "
+            "nothing."
+            if turns
+            else f"No change point in {len(found)} audits: one level, or a steady drift, explains them."
+        )
+
+
+def _drift(
+    name: str, history: Sequence[Mapping[str, Any]], region: str, regions: Mapping[str, Trend]
+) -> None:
     with blocks.section(
         "Does it drift",
         "Evidence that the share changes one way from audit to audit. Without a drift it reaches 20 in at "
         "most 1 of 20 histories, however often one looks.",
     ):
-        regions = {one.region: one for one in data.trends(str(history[-1]["comparison_id"]))}
         trend = regions.get(region)
         if trend is None:
             blocks.note("A drift can be told from the third audit of a new checkpoint on.")
@@ -182,22 +258,8 @@ def _drift(history: Sequence[Mapping[str, Any]], region: str) -> None:
         if others:
             names = ", ".join(blocks.text(one.region, 60) for one in others[:8])
             blocks.note(f"A drift is also told on {names}.")
-        looks = range(len(history) - len(trend.looks) + 1, len(history) + 1)
-        found = [
-            {
-                "look": look,
-                "time": str(history[look - 1]["provenance"]["time"]),
-                "evidence": max(value, 1e-6),
-                "share": share,
-                "comparison": name,
-            }
-            for look, name, value, share in zip(
-                looks, trend.looks, trend.course, trend.levels[1:], strict=True
-            )
-            if look > 0
-        ]
-        chart = charts.evidence(found, ALARM, theme.palette())
-        st.altair_chart(chart, alt=f"Evidence of a drift of {region}")
+        what = f"Evidence of a drift of {region}"
+        downloads.chart(f"{name}-evidence", trend_charts.evidence, looks_of(trend, history), ALARM, alt=what)
         blocks.note(
             f"Dashed: {ALARM:g}, from which on a drift is told. A single large step is no drift; the verdict "
             "judges that."

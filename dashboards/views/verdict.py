@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from audit.records import Comparison, Verdict
+from audit.records import Comparison, RuleVerdict, Verdict
 from audit.report import facts, rows
 from audit.report.wording import change, count, quantity
-from dashboards import blocks
+from dashboards import blocks, downloads, frames
 
 
-def hero(comparison: Comparison, verdict: Verdict | None) -> None:
-    """Draw the verdict, its sentence, and what was compared."""
+def hero(comparison: Comparison, verdict: Verdict | None, pair: str) -> None:
+    """Draw the verdict, its sentence, and what was compared; `pair` names the two checkpoints."""
     status = rows.status(verdict)
     head, detail = rows.split_headline(rows.headline(comparison, verdict))
-    before, after = comparison.before, comparison.after
-    pair = blocks.pair_name(before.checkpoint if before else None, after.checkpoint if after else None)
     caveats = "".join(
         f"<p class='detail'>{blocks.text(one, 600)}</p>"
         for one in (*facts.caveats(comparison, verdict), *(verdict.notes if verdict else ()))
@@ -58,20 +56,23 @@ def _figures(comparison: Comparison) -> list[tuple[str, str, str]]:
     return items
 
 
-def rules(verdict: Verdict | None) -> None:
+def rules(name: str, verdict: Verdict | None) -> None:
     """Draw every rule of the policy."""
     with blocks.section("What the policy asked", "Every rule with its value, pass or fail."):
         if verdict is None:
             blocks.note("No policy was judged: give the audit.toml [[gate.rules]] and run `audit gate`.")
             return
-        blocks.html("".join(_rule(rows.rule_row(found)) for found in rows.worst_first(verdict.rules)))
+        blocks.html("".join(_rule(found) for found in rows.worst_first(verdict.rules)))
+        downloads.table(f"{name}-rules", frames.rules(verdict.rules))
 
 
-def _rule(row: rows.RuleRow) -> str:
+def _rule(found: RuleVerdict) -> str:
+    row = rows.rule_row(found)
+    levels = "its two shifts" if found.effect == "interaction" else "share"
     notes = "".join(f'<p class="note">{blocks.text(one)}</p>' for one in row.notes)
     numbers = blocks.figures(
         (
-            (blocks.term("share", "share"), blocks.text(row.levels), ""),
+            (blocks.term("share", levels), blocks.text(row.levels), ""),
             (blocks.term("shift", "observed"), blocks.text(row.value), blocks.text(row.excess)),
             (blocks.term("interval"), blocks.text(row.interval or "–"), ""),
             (blocks.term("limit", "allowed"), blocks.text(row.limit), blocks.text(row.warn)),

@@ -132,20 +132,31 @@ def test_filter_makes_every_plot_follow(page: Page, dashboard: str, audited: Aud
 
 def test_downloads_hold_the_whole_table(page: Page, dashboard: str, audited: Audited) -> None:
     visit(page, f"{dashboard}/compare?comparison={audited.text_comparison}")
-    for name, read in (("CSV", pl.read_csv), ("Parquet", pl.read_parquet)):
+    for name, read in (("csv", pl.read_csv), ("parquet", pl.read_parquet)):
         with page.expect_download() as waiting:
-            page.get_by_test_id("stDownloadButton").get_by_role("button", name=name, exact=True).first.click()
+            page.locator(f".st-key-{name}-{audited.text_comparison}-probes button").click()
         frame = read(Path(waiting.value.path()))
         assert len(frame) == 48
         assert set(frame["probe_id"]) == {f"t-{i:03d}" for i in range(48)}
 
 
-def test_figure_can_be_saved(page: Page, dashboard: str, audited: Audited) -> None:
-    visit(page, f"{dashboard}/compare?comparison={audited.text_comparison}")
-    page.locator("[data-testid=stVegaLiteChart]").first.hover()
+def saved(page: Page, kind: str, name: str) -> bytes:
+    """Return the file that a download button gives."""
     with page.expect_download() as waiting:
-        page.get_by_role("button", name="Download as PNG: Shift of").first.click()
-    assert Image.open(waiting.value.path()).width > 300
+        page.locator(f".st-key-{kind}-{name} button").click()
+    return Path(waiting.value.path()).read_bytes()
+
+
+def test_figures_can_be_saved(page: Page, dashboard: str, audited: Audited) -> None:
+    visit(page, f"{dashboard}/compare?comparison={audited.text_comparison}")
+    for figure in ("regions", "layers", "distribution", "segments"):
+        svg = saved(page, "svg", f"{audited.text_comparison}-{figure}").decode()
+        assert svg.startswith("<svg")
+        assert svg.count("<path") > 3
+    png = saved(page, "png", f"{audited.text_comparison}-regions")
+    assert Image.open(io.BytesIO(png)).width > 1500
+    visit(page, f"{dashboard}/probe?comparison={audited.text_comparison}&probe=t-001")
+    assert ">Nils</text>" in saved(page, "svg", "map-t-001-input").decode()
 
 
 def test_link_to_what_is_gone_is_explained(page: Page, dashboard: str) -> None:

@@ -19,12 +19,10 @@ from streamlit.testing.v1 import AppTest
 
 from audit.config import load_config
 from audit.pipeline import approve, gate_runs
-from audit.records import Cell, Outcome, Rule, RuleVerdict
 from audit.store import Store
-from dashboards import acceptance, charts, forest, probe_view, sound_view
+from dashboards import acceptance
 from dashboards.content import CONFIGS_VARIABLE
 from dashboards.data import STORE_VARIABLE
-from dashboards.theme import LIGHT
 from dashboards.views import effects, log, overview, trends
 from tests.dashboard_store import Audited, build, build_many, build_streams
 from tests.synthetic import World, release
@@ -262,55 +260,8 @@ def test_models_put_the_worst_newest_verdict_first() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("rule", "expected"),
-    [
-        (Rule("r", "limit", fail=0.02), (-0.02, 0.02)),
-        (Rule("r", "limit", fail=0.02, direction="increase"), (-np.inf, 0.02)),
-        (Rule("r", "limit", fail=0.02, direction="decrease"), (-0.02, np.inf)),
-        (Rule("r", "excess", within=0.02), (-0.01, 0.03)),
-        (Rule("r", "excess", within="3 sd"), None),
-    ],
-)
-def test_zone_is_what_the_rule_allows(rule: Rule, expected: tuple[float, float] | None) -> None:
-    zone = forest.zone(RuleVerdict(rule, "r", Outcome.PASS, ""), 0.01)
-    assert zone == (None if expected is None else pytest.approx(expected))
-
-
-def test_heat_map_has_a_symmetric_domain_for_one_signed_shifts() -> None:
-    cells = [Cell("shift", "corner", layer=i, value=0.01 * i, n_probes=3) for i in range(3)]
-    chart = charts.heat_map(cells, ["corner"], LIGHT).to_dict()
-    scale = chart["layer"][0]["encoding"]["color"]["scale"]
-    assert scale["domain"] == [-0.02, 0, 0.02]
-    assert scale["range"] == [LIGHT.down, LIGHT.middle, LIGHT.up]
-
-
-def test_histogram_counts_every_probe_once() -> None:
-    values = np.random.default_rng(0).normal(size=500)
-    chart = charts.histogram(values, 0.0, LIGHT, title="t").to_dict()
-    bars = chart["layer"][0]["data"]["values"]
-    assert sum(bar["count"] for bar in bars) == 500
-    assert min(bar["low"] for bar in bars) == -max(abs(values))
-
-
-def test_smooth_overlay_is_opaque_where_the_map_is_large() -> None:
-    import base64
-    import io
-
-    from PIL import Image
-
-    shares = np.array([0.0, 0.0, 0.0, 1.0])
-    drawn = probe_view.panels_html(
-        [probe_view.Panel("After", shares, 1.0)], (2, 2), None, smooth=True, others=(shares, shares)
-    )
-    data = base64.b64decode(drawn.split("base64,")[1].split('"')[0])
-    alpha = np.asarray(Image.open(io.BytesIO(data)))[..., 3]
-    assert alpha[-1, -1] > 150
-    assert alpha[0, 0] < 10
-
-
 def test_downloads_hold_every_cell(audited: Audited) -> None:
-    from dashboards.views.compare import cell_frame
+    from dashboards.frames import cells as cell_frame
 
     cells = Store(audited.store).comparison(audited.text_comparison).cells
     frame = cell_frame(cells)
@@ -396,6 +347,80 @@ def test_trends_tell_a_drift_over_all_releases(tmp_path: Path) -> None:
     assert [one["comparison_id"] for one in trends.line(model, world.store.comparisons())] == names
 
 
+def test_trends_tell_a_change_at_once_and_mark_an_approval(tmp_path: Path) -> None:
+    world = World(tmp_path, n=24)
+    seeds = [world.run(f"seed-{i}", 0.25 + 0.002 * i) for i in range(-1, 2)]
+    base = world.run("base", 0.25, noise=0.001)
+    names = []
+    for i, opening in enumerate([0.25, 0.251, 0.249, 0.25, 0.31, 0.309, 0.31]):
+        run = world.run(f"release-{i}", opening, noise=0.001)
+        names.append(str(gate_runs(load_config(world.config(base, run, seeds))).comparison_id))
+    given = {"reason": "wanted", "by": "bob@example.org", "expires": "2999-01-01"}
+    approve(world.store, names[4], rule="limit shift opening", **given)  # type: ignore[arg-type]
+    newest = "base → release-6 · rollout"
+    app = open_page("trends", world.store.root, model=newest, region="opening")
+    shown = said(app)
+    assert ".250 → .310 on average" in shown
+    assert f"({names[4]})" in shown
+    assert shown.count("is another:") == 1
+    assert "Flag: an approval." in shown
+    assert "control limits, where harmless re-trainings lie" in shown
+    calm = said(open_page("trends", world.store.root, model="base → release-3 · rollout", region="opening"))
+    assert "Change points can be told from the 5th audit" in calm
+    listed = said(open_page("overview", world.store.root))
+    assert "accepted by bob@example.org" in listed
+
+
+def test_what_is_new_since_an_approval_is_told_by_model() -> None:
+    def model(time: str, name: str) -> overview.Model:
+        latest = {"comparison_id": name, "outcome": "FAIL", "provenance": {"time": time}}
+        return overview.Model("a → b", "rollout", "paired", (latest,))
+
+    given = {"comparison_id": "cmp-1", "by": "bob", "provenance": {"time": "2026-02-01T00:00:00+00:00"}}
+    assert overview.approval_remark(model("2026-01-01T00:00:00+00:00", "cmp-1"), given) == "accepted by bob"
+    newer = overview.approval_remark(model("2026-03-01T00:00:00+00:00", "cmp-2"), given)
+    assert newer == "new since the approval of 1 Feb 2026, 00:00 UTC"
+    assert overview.approval_remark(model("2026-01-01T00:00:00+00:00", "cmp-0"), given) == ""
+    assert overview.approval_remark(model("2026-03-01T00:00:00+00:00", "cmp-2"), None) == ""
+
+
+def test_a_sparkline_has_a_bar_for_each_audit() -> None:
+    drawn = overview.sparkline([0.01, None, 0.04])
+    assert drawn.count("<i ") == 2
+    assert "height:100%" in drawn
+    assert overview.sparkline([0.01]) == ""
+
+
+def crossed(world: World) -> str:
+    """Store a 2×2 whose second probe set has other texts, and French in place of English."""
+    from audit.pipeline import compare_runs
+    from audit.pipeline.publish import publish
+    from audit.pipeline.runs import read_run
+
+    runs = [world.run(name, share) for name, share in (("base", 0.25), ("new", 0.3))]
+    ours = world.probes.read_text()
+    world.probes.write_text(ours.replace("one two", "new two").replace('"en"', '"fr"'))
+    domain = [world.run(name, share) for name, share in (("base", 0.26), ("new", 0.34))]
+    world.probes.write_text(ours)
+    one, two = (read_run(world.store, name) for name in domain)
+    compared = compare_runs(runs[0], runs[1], domain=(one, two, ()), store=world.store)
+    return publish(world.store, compared, None)
+
+
+def test_filters_of_a_2x2_hold_for_both_probe_sets(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    name = crossed(world)
+    app = open_page("compare", world.store.root, comparison=name, segment="language=de")
+    shown = said(app)
+    assert "<b>20 of 40 probes.</b>" in shown
+    assert "20 of 40 probes of the second one are left" in shown
+    assert any(one.label == "What moved it" for one in app.segmented_control)
+    assert "the data (same checkpoint)" in shown
+    gone = open_page("compare", world.store.root, comparison=name, segment="language=en")
+    assert "of the second probe set, no probe of it fits these filters" in said(gone)
+    assert not any(one.label == "What moved it" for one in gone.segmented_control)
+
+
 def test_methods_of_one_pair_are_held_against_each_other(audited: Audited) -> None:
     app = open_page("compare", audited.store, comparison=audited.text_comparison, region="name")
     shown = said(app)
@@ -424,30 +449,6 @@ def test_streams_and_sounds_are_drawn(tmp_path: Path) -> None:
     assert drawn.count('title="0.98–1.00 s') + drawn.count('title=".98–1.00 s') == 3
     assert 'class="panels wide"' in drawn
     assert drawn.count("data:image/png;base64,") == 3
-
-
-def test_spans_of_a_sound_keep_the_whole_map_and_put_low_frequencies_below() -> None:
-    starts = np.tile(np.arange(300) * 0.01, 2)
-    times = np.stack([starts, starts + 0.02], axis=1)
-    grid = sound_view.spans(times, np.zeros(600, dtype=bool))
-    weights = np.r_[np.ones(300), np.zeros(300)] / 300
-    shares = grid.summed(weights).reshape(grid.shape)
-    assert grid.shape == (2, 100)
-    assert shares.sum() == pytest.approx(1.0)
-    assert shares[0].sum() == 0.0
-    assert grid.times[[0, -1]] == pytest.approx(np.array([[0.0, 0.04], [2.97, 3.01]]))
-
-
-def test_spectrogram_is_bright_where_the_tone_is() -> None:
-    import io
-
-    from PIL import Image
-
-    tone = np.sin(2 * np.pi * 1000 * np.arange(16000) / 16000)
-    png = sound_view.spectrogram_png(tone, 16000)
-    pixels = np.asarray(Image.open(io.BytesIO(png)), dtype=float)
-    brightest = int(pixels.mean(axis=1).argmax())
-    assert 1 - brightest / pixels.shape[0] == pytest.approx(1000 / 8000, abs=0.03)
 
 
 def test_a_store_of_5000_runs_opens(failed: tuple[World, Path, str], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from audit.errors import NothingEvaluatedError
-from audit.pipeline import compare_runs, compare_subset
+from audit.pipeline import compare_runs, compare_subset, subset_crossing
 from audit.pipeline.compare import Statistics
 from audit.pipeline.publish import publish
 from audit.records import Comparison
@@ -107,3 +107,84 @@ def test_two_probe_sets_are_selected_on_both_sides(tmp_path):
     assert chosen["opening", None].value == pytest.approx(shift[columns.index("opening")])
     with pytest.raises(NothingEvaluatedError, match="on one of the two probe sets"):
         compare_subset(world.store, comparison, ["p-000"], statistics=STATISTICS)
+
+
+@pytest.fixture
+def crossed(tmp_path: Path) -> tuple[World, Comparison]:
+    """Return a 2×2 of which the second probe set has other texts."""
+    from audit.pipeline.runs import read_run
+
+    world = World(tmp_path)
+    base, after, seeds = release(world)
+    kept = world.probes.read_text()
+    world.probes.write_text(kept.replace("one two", "new two"))
+    domain = [world.run(name, share) for name, share in (("base", 0.27), ("release-1", 0.36))]
+    domain += [world.run(f"seed-{i}", 0.27 + 0.001 * i) for i in range(-2, 3)]
+    world.probes.write_text(kept)
+    read = [read_run(world.store, name) for name in domain]
+    corners = (read[0], read[1], read[2:])
+    found = compare_runs(
+        base, after, replicates=seeds, domain=corners, store=world.store, statistics=STATISTICS
+    )
+    return world, world.store.comparison(publish(world.store, found, None))
+
+
+def test_all_probes_of_both_sets_give_the_stored_2x2(crossed):
+    world, comparison = crossed
+    ids = [list(world.store.share_table(run).probe_ids) for run in _domain_pair(comparison)]
+    found = subset_crossing(world.store, comparison, *ids, statistics=STATISTICS)
+    stored = {_key(cell): cell for cell in comparison.cells}
+    effects = {cell.effect for cell in found}
+    assert effects == {"model", "data", "model_on_domain", "interaction"}
+    for cell in found:
+        whole = stored[_key(cell)]
+        assert cell.value == pytest.approx(whole.value, abs=1e-12)
+        assert cell.interval == pytest.approx(whole.interval, abs=1e-9)
+        assert (cell.n_probes, cell.n_missing) == (whole.n_probes, whole.n_missing)
+
+
+def test_a_selection_of_a_2x2_counts_its_own_probes_on_each_side(crossed):
+    world, comparison = crossed
+    one, two = ([f"p-{i:03d}" for i in range(0, 40, step)] for step in (2, 4))
+    found = subset_crossing(world.store, comparison, one, two, statistics=STATISTICS)
+    by_effect = {c.effect: c for c in found if c.region == "opening" and c.measure == "shift"
+                 and c.layer is None and c.segment is None}  # fmt: skip
+    assert (by_effect["model"].n_probes, by_effect["model_on_domain"].n_probes) == (20, 10)
+    tables = [
+        world.store.share_table(run).values[::step, 0]
+        for run, step in zip(
+            (*_runs(comparison), *comparison.settings["domain"][:2]), (2, 2, 4, 4), strict=True
+        )
+    ]
+    moved = [tables[1] - tables[0], tables[3] - tables[2]]
+    column = next(
+        i
+        for i, c in enumerate(world.store.share_table(_runs(comparison)[0]).columns)
+        if c.region == "opening"
+    )
+    assert column == 0
+    assert by_effect["model_on_domain"].value == pytest.approx(moved[1].mean())
+    assert by_effect["interaction"].value == pytest.approx(moved[1].mean() - moved[0].mean())
+
+
+def test_a_2x2_whose_second_runs_are_gone_says_so(crossed):
+    world, comparison = crossed
+    shutil.rmtree(world.store.root / "runs" / comparison.settings["domain"][0])
+    with pytest.raises(NothingEvaluatedError, match="second probe set"):
+        subset_crossing(world.store, comparison, ["p-000"], ["p-000"], statistics=STATISTICS)
+    with pytest.raises(NothingEvaluatedError, match="no probe"):
+        subset_crossing(world.store, comparison, ["gone"], ["p-000"], statistics=STATISTICS)
+
+
+def _runs(comparison: Comparison) -> tuple[str, str]:
+    assert comparison.before is not None
+    assert comparison.after is not None
+    return comparison.before.run_id, comparison.after.run_id
+
+
+def _domain_pair(comparison: Comparison) -> tuple[str, str]:
+    return _runs(comparison)[0], str(comparison.settings["domain"][0])
+
+
+def _key(cell):
+    return cell.measure, cell.region, cell.stream, cell.layer, cell.effect, cell.segment

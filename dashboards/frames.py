@@ -1,0 +1,86 @@
+"""Records as polars tables, for the tables and files of the pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from audit.records import Cell, RuleVerdict
+
+if TYPE_CHECKING:
+    import polars as pl
+
+
+def cells(found: Sequence[Cell]) -> pl.DataFrame:
+    """Return cells as a table, one row each."""
+    return _frame(map(_cell, found))
+
+
+def cells_by(name: str, found: Iterable[tuple[str, Cell]]) -> pl.DataFrame:
+    """Return cells as a table with one more column in front: what each belongs to."""
+    return _frame({name: value, **_cell(cell)} for value, cell in found)
+
+
+def rules(found: Sequence[RuleVerdict]) -> pl.DataFrame:
+    """Return the rules of a verdict as a table, one row each."""
+    return _frame(map(_rule, found))
+
+
+def _frame(rows: Iterable[dict[str, Any]]) -> pl.DataFrame:
+    import polars as pl
+
+    return pl.DataFrame(list(rows), infer_schema_length=None)
+
+
+def _cell(cell: Cell) -> dict[str, Any]:
+    low, high = cell.interval or (None, None)
+    return {
+        "measure": cell.measure,
+        "region": cell.region,
+        "stream": cell.stream,
+        "layer": cell.layer,
+        "effect": cell.effect,
+        "segment": cell.segment,
+        "before": cell.before,
+        "after": cell.after,
+        "value": cell.value,
+        "low": low,
+        "high": high,
+        "sd": cell.sd,
+        "size": cell.size,
+        "pvalue": cell.pvalue,
+        "excess": cell.excess.excess if cell.excess else None,
+        "minimum_detectable_shift": cell.excess.minimum_detectable_shift if cell.excess else None,
+        "replicates": list(cell.replicates),
+        "n_probes": cell.n_probes,
+        "n_missing": cell.n_missing,
+        "reason": cell.reason,
+    }
+
+
+def _rule(found: RuleVerdict) -> dict[str, Any]:
+    low, high = found.interval or (None, None)
+    mean, sd = found.floor or (None, None)
+    return {
+        "rule": found.rule.label,
+        "region": found.region,
+        "stream": found.stream,
+        "effect": found.effect,
+        "outcome": str(found.outcome),
+        "value": found.value,
+        "low": low,
+        "high": high,
+        "limit": found.limit,
+        "before": found.before,
+        "after": found.after,
+        "floor_mean": mean,
+        "floor_sd": sd,
+        "minimum_detectable_shift": found.minimum_detectable_shift,
+        "n_probes": found.n_probes,
+        "n_replicates": found.n_replicates,
+        "explained": found.explained,
+        "approved_by": found.approved_by,
+        "sentence": found.sentence,
+        "needed": found.needed,
+        "reason": found.reason,
+    }

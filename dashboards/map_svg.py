@@ -1,0 +1,158 @@
+"""Maps of one probe as SVG files: the same words and patches as on the page, without a browser."""
+
+from __future__ import annotations
+
+import base64
+import unicodedata
+from collections.abc import Sequence
+from html import escape
+
+from audit.report.wording import clip
+from dashboards.downloads import SANS, WIDTH
+from dashboards.probe_view import Line, Token, png_size, smooth_png
+from dashboards.theme import Palette
+
+LETTER = 15
+LINE = 30
+MARGIN = 16
+TITLE = 96
+STRENGTH = 0.78
+"""Opacity of the strongest colour, as in the style sheet."""
+
+
+def words_svg(pieces: Sequence[Token], lines: Sequence[Line], colours: Palette) -> str:
+    """Return lines of words below each other, coloured as on the page.
+
+    Parameters
+    ----------
+    pieces : sequence of Token
+    lines : sequence of Line
+    colours : Palette
+    """
+    drawn, y = [], float(MARGIN)
+    for line in lines:
+        drawn.append(_text(MARGIN, y + LINE / 2, line.title, colours.soft, size=13))
+        x = float(MARGIN + TITLE)
+        for i, piece in enumerate(pieces):
+            words = clip(piece.words, 60) if piece.words.strip() else ("·" if piece.special else str(i))
+            width = _width(words) + 10
+            if x + width > WIDTH - MARGIN and x > MARGIN + TITLE:
+                x, y = float(MARGIN + TITLE), y + LINE
+            drawn.append(_box(line, i, colours, (x, y + 3, width, LINE - 6)))
+            drawn.append(_text(x + 5, y + LINE / 2, words, colours.ink, width=width - 10))
+            x += width + 4
+        y += LINE + 12
+    return _svg(WIDTH, y + MARGIN, drawn, colours)
+
+
+def _width(words: str) -> float:
+    """Return about how many pixels a text takes; it is fitted into them exactly."""
+    wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in words)
+    return LETTER * (0.56 * (len(words) - wide) + wide)
+
+
+def panels_svg(
+    panels: Sequence[Line],
+    grid: tuple[int, int],
+    png: bytes | None,
+    colours: Palette,
+    *,
+    smooth: bool,
+    ratio: float | None = None,
+) -> str:
+    """Return the maps over their picture: beside each other, or below each other where `ratio` is given.
+
+    Parameters
+    ----------
+    panels : sequence of Line
+    grid : (rows, columns)
+    png : bytes or None
+        The picture below.
+    colours : Palette
+    smooth : bool
+    ratio : float or None
+        Width by height of pictures as wide as a sound.
+    """
+    size = png_size(png)
+    stacked = ratio is not None
+    shape = ratio or (size[0] / size[1] if size else grid[1] / grid[0])
+    width = WIDTH - 2 * MARGIN if stacked else (WIDTH - 4 * MARGIN) / 3
+    height, drawn = width / shape, []
+    for i, panel in enumerate(panels):
+        x = MARGIN if stacked else MARGIN + i * (width + MARGIN)
+        y = MARGIN + 24 + (i * (height + 24 + MARGIN) if stacked else 0)
+        place = (x, y, width, height)
+        drawn.append(_text(x, y - 12, panel.title, colours.soft, size=13))
+        drawn.append(_frame(place, colours))
+        if png is not None:
+            drawn.append(_image(png, place, 'opacity="0.4" filter="url(#grey)"'))
+        if smooth:
+            drawn.append(_image(smooth_png(panel, grid), place))
+        else:
+            drawn += _patches(panel, grid, place, colours)
+    rows = len(panels) if stacked else 1
+    return _svg(WIDTH, MARGIN + rows * (height + 24 + MARGIN), drawn, colours)
+
+
+Place = tuple[float, float, float, float]
+"""Left, top, width and height in pixels."""
+
+
+def _patches(panel: Line, grid: tuple[int, int], place: Place, colours: Palette) -> list[str]:
+    left, top, width, height = place
+    wide, high = width / grid[1], height / grid[0]
+    return [
+        _box(
+            panel,
+            i,
+            colours,
+            (left + wide * (i % grid[1]), top + high * (i // grid[1]), wide, high),
+            radius=0,
+        )
+        for i in range(len(panel.shares))
+    ]
+
+
+def _box(line: Line, i: int, colours: Palette, place: Place, *, radius: int = 4) -> str:
+    fill = {"m": colours.mass, "u": colours.up, "d": colours.down}[line.kind(i)]
+    x, y, width, height = place
+    return (
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="{radius}" '
+        f'fill="{fill}" fill-opacity="{STRENGTH * line.strength(i):.3f}"/>'
+    )
+
+
+def _frame(place: Place, colours: Palette) -> str:
+    x, y, width, height = place
+    return (
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{colours.wash}" '
+        f'stroke="{colours.line}"/>'
+    )
+
+
+def _image(png: bytes, place: Place, extra: str = "") -> str:
+    x, y, width, height = place
+    data = base64.b64encode(png).decode("ascii")
+    return (
+        f'<image x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" '
+        f'preserveAspectRatio="none" {extra} href="data:image/png;base64,{data}"/>'
+    )
+
+
+def _text(
+    x: float, y: float, words: str, colour: str, *, size: int = LETTER, width: float | None = None
+) -> str:
+    fitted = f' textLength="{width:.1f}" lengthAdjust="spacingAndGlyphs"' if width else ""
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{colour}" dominant-baseline="central"'
+        f"{fitted}>{escape(clip(words, 80))}</text>"
+    )
+
+
+def _svg(width: float, height: float, drawn: Sequence[str], colours: Palette) -> str:
+    grey = '<filter id="grey"><feColorMatrix type="saturate" values="0.15"/></filter>'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
+        f'viewBox="0 0 {width:.0f} {height:.0f}" font-family="{SANS}"><defs>{grey}</defs>'
+        f'<rect width="100%" height="100%" fill="{colours.page}"/>{"".join(drawn)}</svg>'
+    )
