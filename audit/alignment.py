@@ -49,13 +49,13 @@ class AlignedMap:
         nothing can move.
     layers : float64 array (layer, m) or None
         The same for each layer.
-    grid : (rows, columns) or None
-        Shape of a common patch grid.
+    positions : Positions or None
+        Where the common positions lie; all are content.
     """
 
     weights: Array
     layers: Array | None = None
-    grid: tuple[int, int] | None = None
+    positions: Positions | None = None
 
 
 def same_positions(one: Positions, other: Positions) -> bool:
@@ -108,11 +108,11 @@ def align_maps(maps: Sequence[Map]) -> tuple[AlignedMap, ...]:
     >>> [each.weights.tolist() for each in align_maps([one, two])]
     [[0.5, 0.5], [0.6, 0.4]]
     """
-    shares, grid = common_positions([one.positions for one in maps])
+    shares, places = common_positions([one.positions for one in maps])
     found = []
     for one, share in zip(maps, shares, strict=True):
         layers = None if one.layers is None else _carried(one.layers, share)
-        found.append(AlignedMap(_carried(one.weights, share), layers, grid))
+        found.append(AlignedMap(_carried(one.weights, share), layers, places))
     return tuple(found)
 
 
@@ -125,8 +125,8 @@ def _carried(weights: FloatArray, share: Array) -> Array:
     return carried
 
 
-def common_positions(positions: Sequence[Positions]) -> tuple[list[Array], tuple[int, int] | None]:
-    """Return which share of each position's mass goes to each common position, and the common grid.
+def common_positions(positions: Sequence[Positions]) -> tuple[list[Array], Positions]:
+    """Return which share of each position's mass goes to each common position, and where these lie.
 
     Parameters
     ----------
@@ -137,8 +137,7 @@ def common_positions(positions: Sequence[Positions]) -> tuple[list[Array], tuple
     -------
     list of float64 arrays (n_i, m)
         Rows of positions without content, or that lie nowhere, are zero.
-    (rows, columns) or None
-        Of a common patch grid.
+    Positions of m positions
 
     Raises
     ------
@@ -148,7 +147,7 @@ def common_positions(positions: Sequence[Positions]) -> tuple[list[Array], tuple
     kinds = {one.kind for one in positions}
     if len(kinds) > 1:
         raise ValueError(f"positions: expected one kind, got {' and '.join(sorted(kinds))} positions")
-    by_kind: dict[str, Callable[[Sequence[Positions]], tuple[list[Array], tuple[int, int] | None]]] = {
+    by_kind: dict[str, Callable[[Sequence[Positions]], tuple[list[Array], Positions]]] = {
         "token": _words,
         "patch": _grids,
         "frame": _frames,
@@ -156,14 +155,17 @@ def common_positions(positions: Sequence[Positions]) -> tuple[list[Array], tuple
     return by_kind[kinds.pop()](positions)
 
 
-def _words(positions: Sequence[Positions]) -> tuple[list[Array], None]:
+def _words(positions: Sequence[Positions]) -> tuple[list[Array], Positions]:
     for one in positions:
         if one.starts is None or one.ends is None:
             raise ValueError("positions: expected character spans of the tokens, got none")
     longest = max((int(one.ends.max(initial=0)) for one in positions if one.ends is not None), default=0)
     spans = [_on_one_line(one, longest + 1) for one in positions]
     pieces = _pieces(np.concatenate([span[span[:, 1] > span[:, 0]] for span in spans]))
-    return [overlap_share(span, pieces) for span in spans], None
+    parts = pieces[:, 0] // (longest + 1)
+    starts, ends = (pieces - parts[:, None] * (longest + 1)).astype(np.int32).T
+    places = Positions("token", np.zeros(len(pieces), bool), starts, ends, parts.astype(np.int8))
+    return [overlap_share(span, pieces) for span in spans], places
 
 
 def _on_one_line(positions: Positions, step: int) -> Array:
@@ -188,7 +190,7 @@ def _pieces(spans: Array) -> Array:
     return held
 
 
-def _grids(positions: Sequence[Positions]) -> tuple[list[Array], tuple[int, int]]:
+def _grids(positions: Sequence[Positions]) -> tuple[list[Array], Positions]:
     boxes = []
     for one in positions:
         if one.boxes is None:
@@ -200,17 +202,21 @@ def _grids(positions: Sequence[Positions]) -> tuple[list[Array], tuple[int, int]
     for x, y in zip(across, down, strict=True):
         cells = overlap_share(y, rows)[:, :, None] * overlap_share(x, columns)[:, None, :]
         shares.append(cells.reshape(len(x), -1))
-    return shares, (len(rows), len(columns))
+    left, top = np.tile(columns, (len(rows), 1)), np.repeat(rows, len(columns), axis=0)
+    corners = np.stack([left[:, 0], top[:, 0], left[:, 1], top[:, 1]], axis=1).astype(np.float32)
+    grid = (len(rows), len(columns))
+    return shares, Positions("patch", np.zeros(len(corners), bool), boxes=corners, grid=grid)
 
 
-def _frames(positions: Sequence[Positions]) -> tuple[list[Array], None]:
+def _frames(positions: Sequence[Positions]) -> tuple[list[Array], Positions]:
     times = []
     for one in positions:
         if one.times is None:
             raise ValueError("positions: expected start and end of the frames, got none")
         times.append(np.where(one.content[:, None], one.times, 0.0).astype(np.float64))
     bands = _bands(times)
-    return [overlap_share(time, bands) for time in times], None
+    places = Positions("frame", np.zeros(len(bands), bool), times=bands.astype(np.float32))
+    return [overlap_share(time, bands) for time in times], places
 
 
 def _bands(intervals: Sequence[Array]) -> Array:

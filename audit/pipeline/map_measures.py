@@ -246,6 +246,7 @@ def _each(measure: Callable[..., Any], *maps: Array) -> Array:
 
 
 def _earth_mover(one: AlignedMap, other: AlignedMap) -> float:
-    if one.grid is None or not (np.isfinite(one.weights).all() and np.isfinite(other.weights).all()):
+    grid = None if one.positions is None else one.positions.grid
+    if grid is None or not (np.isfinite(one.weights).all() and np.isfinite(other.weights).all()):
         return float("nan")
-    return float(metrics.earth_mover_distance(one.weights, other.weights, one.grid))
+    return float(metrics.earth_mover_distance(one.weights, other.weights, grid))

@@ -44,14 +44,16 @@ def selection(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_models_with_other_tokenizers_are_compared_on_words(audit, selection):
-    done = audit("run", selection / "audit.toml", "--json", "--markdown", selection / "report.md")
+    done = audit("run", selection / "audit.toml", "--json", "--html", selection / "report.html")
     assert done.code == ExitCode.FAIL, done.err  # far beyond what re-training moves, on the same words
     assert [rule["outcome"] for rule in done.json["rules"]] == ["PASS", "PASS", "PASS", "FAIL"]
     assert [rule["n_probes"] for rule in done.json["rules"]] == [24] * 4
     told = done.json["comparison"]["alignment"]
     assert WORDS in told[0]
     assert "3 and 2 layers" in told[1]
-    assert WORDS in (selection / "report.md").read_text()
+    page = (selection / "report.html").read_text()
+    assert WORDS in page
+    assert "JS distance of the maps" in page  # examples are drawn on the words
     identifier = done.json["verdict"]["comparison_id"]
     comparison = Store(selection / "store").comparison(identifier)
     assert not [cell for cell in comparison.cells if cell.layer is not None]

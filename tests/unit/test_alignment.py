@@ -103,6 +103,8 @@ def test_the_second_text_does_not_meet_the_first():
     pair = tokens([(0, 3), (0, 5)], [0.2, 0.8], parts=np.array([0, 1], np.int8))
     other = tokens([(0, 3), (0, 2), (2, 5)], [0.5, 0.3, 0.2], parts=np.array([0, 1, 1], np.int8))
     one, two = align_maps([pair, other])
+    assert one.positions.parts.tolist() == [0, 1]
+    assert (one.positions.starts.tolist(), one.positions.ends.tolist()) == ([0, 0], [3, 5])
     assert one.weights == pytest.approx([0.2, 0.8])
     assert two.weights == pytest.approx([0.5, 0.5])
 
@@ -123,7 +125,7 @@ def test_a_finer_grid_is_summed_to_the_coarser_one():
     summed = weights[1:].reshape(2, 2, 2, 2).sum(axis=(1, 3)).ravel()
     assert one.weights == pytest.approx(summed / summed.sum(), rel=1e-5)
     assert two.weights == pytest.approx([0.25] * 4)
-    assert one.grid == two.grid == (2, 2)
+    assert one.positions.grid == two.positions.grid == (2, 2)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(3, 5), (4, 4), (7, 2)])
@@ -139,7 +141,8 @@ def test_a_crop_is_laid_where_it_was_cut():
     whole = grid(4, 4, [0.0, *[1 / 16] * 16])
     crop = grid(2, 2, [0.0, 1.0, 0.0, 0.0, 0.0], frame=(0.25, 0.25, 0.75, 0.75))
     one, two = align_maps([whole, crop])
-    assert two.grid == (4, 4)
+    assert two.positions.grid == (4, 4)
+    assert two.positions.boxes[5] == pytest.approx([0.25, 0.25, 0.5, 0.5])
     expected = np.zeros((4, 4))
     expected[1, 1] = 1.0  # the crop's first patch, which is the whole image's second in either direction
     assert two.weights.reshape(4, 4) == pytest.approx(expected, abs=1e-6)
@@ -182,8 +185,8 @@ def test_positions_that_do_not_know_where_they_lie_are_refused(one, two, message
 
 
 def test_maps_without_any_content_have_no_common_positions():
-    shares, shape = common_positions([tokens([(-1, -1)], special=(0,)).positions])
-    assert (shares[0].shape, shape) == ((1, 0), None)
+    shares, places = common_positions([tokens([(-1, -1)], special=(0,)).positions])
+    assert (shares[0].shape, len(places)) == ((1, 0), 0)
 
 
 def test_the_configuration_takes_exactly_the_measures_that_are_computed():
