@@ -22,7 +22,7 @@ from audit.capture.streams import stream_positions
 from audit.capture.windowed import has_windows
 from audit.coverage import UNEXPECTED, Coverage
 from audit.errors import AuditError, CaptureError
-from audit.records import Captured, Checkpoint, CheckpointInfo, Method, Positions, Probe
+from audit.records import Captured, Checkpoint, CheckpointInfo, Map, Method, Positions, Probe
 
 TOLERANCE = 1e-5
 PADS = 3
@@ -93,11 +93,8 @@ def _captured(model_type: str, model: Any, inputs: list[dict[str, Tensor]]) -> C
     if joined and any(one.diagnostics.get("merged_patches", 1.0) > 1 for one in together[0].maps):
         note = "; windows put together exactly, merging of patches between stages taken as uniform"
     hooks = plan.has_hooks
-    layers = [0 if one.layers is None else len(one.layers) for one in together[0].maps]
     how = "weights returned by the layers" if hooks else "attention interface"
-    streams = " and ".join(
-        f"{n} layers ({one.stream})" for n, one in zip(layers, together[0].maps, strict=True)
-    )
+    streams = " and ".join(_stream(one) for one in together[0].maps)
     return Coverage(model_type, "fallback" if hooks else "supported", f"{streams} through {how}{note}")
 
 
@@ -116,6 +113,11 @@ def _pictured(index: int, tensors: dict[str, Tensor], _model: Any, _plan: Captur
     positions = Positions("token", np.zeros(words, np.bool_))
     picture = Picture("pixel_values", *there, (height, width))
     return Encoded(Probe(f"p-{index}"), tensors, positions, picture=picture)
+
+
+def _stream(one: Map) -> str:
+    """Return the name of a stream, with its layers where it has some of its own."""
+    return one.stream if one.layers is None else f"{len(one.layers)} layers ({one.stream})"
 
 
 def _encoded(index: int, tensors: dict[str, Tensor], model: Any, plan: CapturePlan) -> Encoded:

@@ -30,6 +30,10 @@ def random_inputs(model: Any, *, seed: int = 0, tokens: int = TOKENS) -> Iterato
     if "input_ids" in names:
         text = _text(model.config, names, tokens, draw)
         yield text
+        if "visual_feats" in names:  # regions of an image, as features with their boxes
+            width = next(first_value(model.config, "visual_feat_dim"), 32)
+            regions = {"visual_feats": (1, 9, width), "visual_pos": (1, 9, 4)}
+            yield {**text, **{name: torch.rand(shape, generator=draw) for name, shape in regions.items()}}
         for name in pictures:
             yield {**text, name: _pixels(model, draw, video="video" in name)}
     if "grid_thw" in names or "image_grid_thw" in names:

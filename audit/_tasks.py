@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 BACKBONE = "backbone"
+COMPARES = "zero-shot-image-classification"
+"""The task of two towers: their only output is how alike image and text are."""
 
 _ENDINGS = (
     ("ForSequenceClassification", "sequence-classification"),
@@ -26,6 +28,7 @@ _ENDINGS = (
 )
 _DUAL_ENCODERS = frozenset(
     {
+        "Aimv2Model",
         "AlignModel",
         "AltCLIPModel",
         "BlipModel",
@@ -33,8 +36,11 @@ _DUAL_ENCODERS = frozenset(
         "CLIPModel",
         "CLIPSegModel",
         "MetaClip2Model",
+        "OwlViTModel",
+        "Owlv2Model",
         "SiglipModel",
         "Siglip2Model",
+        "VisionTextDualEncoderModel",
     }
 )
 _SPEECH = frozenset({"whisper", "speech_to_text", "moonshine", "speecht5", "seamless_m4t"})
@@ -67,7 +73,7 @@ def task_of(architecture: str | None, model_type: str | None = None, *, vision_c
     """
     name = architecture or ""
     if name in _DUAL_ENCODERS:
-        return "zero-shot-image-classification"
+        return COMPARES
     task = next((task for ending, task in _ENDINGS if name.endswith(ending)), None)
     if task == "sequence-classification" and (model_type or "").startswith(_SPEECH_ENCODERS):
         return "audio-classification"

@@ -17,6 +17,7 @@ from torch import Tensor
 from audit.capture.engine import generalized_divergence
 from audit.capture.interface import AttentionCall
 from audit.capture.joint import JointSteps
+from audit.capture.layers import CapturePlan
 from audit.capture.multi import StreamRows, check_call
 from audit.capture.scores import Score
 from audit.capture.settings import FLOW, RAW, FoldSettings
@@ -34,6 +35,9 @@ _SELF: tuple[tuple[str, Step], ...] = (
     (".lang_self_att.", "first"),
     (".visn_self_att.", "second"),
 )
+
+
+_MEET = "x_layers"
 
 
 def step_of(path: str, call: int) -> Step:
@@ -159,6 +163,12 @@ class CoFold:
             StreamRows(self.rows[-1][:, :text], [row[:, :text] for row in self.rows], free, said),
             StreamRows(self.rows[-1][:, text:], [], free, said),
         )
+
+
+def input_stacks(plan: CapturePlan) -> tuple[str, ...]:
+    """Return the stacks that take one input each: all but those in which two streams meet."""
+    meet = plan.wiring == "co-attention"
+    return tuple(stack for stack in plan.stacks if not (meet and stack.endswith(_MEET)))
 
 
 def ends_of(step: Step) -> tuple[Stream, Stream]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from audit.capture.co_attention import Step, ends_of, step_of
+from audit.capture.co_attention import Step, ends_of, input_stacks, step_of
 from audit.capture.gradient import _detached
 from audit.capture.hooks import counted_calls, hook_capture
 from audit.capture.inputs import Encoded, core_model
@@ -110,8 +110,7 @@ def co_relevance_batch(
 
     with exclusive(model, plan.configs), torch.enable_grad(), ExitStack() as stack:
         stack.enter_context(counted_calls(plan.modules()))
-        streams = [name for name in plan.stacks if not name.endswith("x_layers")]
-        leaves = stack.enter_context(stack_leaves(core_model(model), streams))
+        leaves = stack.enter_context(stack_leaves(core_model(model), input_stacks(plan)))
         stack.enter_context(hook_capture(plan.modules("hook"), receive))
         outputs = run_model(model, tensors, attentions=True)
         logits = answer_logits(outputs)

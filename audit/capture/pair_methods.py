@@ -15,15 +15,18 @@ WIRINGS: dict[str, str] = {
 """What each wiring is called in a message."""
 
 _ONE_SUM = "it splits one sum of residual and attention for each layer, and such a layer has several"
+_TREE = "its rules follow the modules of one stack; use input_x_gradient or integrated_gradients"
 _FEATURES = "its image regions come as features, which cannot be removed; use gradient_rollout"
 REFUSED: dict[str, dict[str, str]] = {
     "single": {},
-    "towers": {},
+    "towers": {"grad_cam": _TREE, "lrp": _TREE},
     "encoder-decoder": {
         "globenc": "the second norm of a decoder layer follows its cross-attention, not the feed-forward "
         "block; use norms or alti",
         "value_zeroing": "a decoder layer's output without one value does not tell its two attentions apart; "
         "use norms or alti",
+        "grad_cam": _TREE,
+        "lrp": _TREE,
     },
     "co-attention": {
         "per_head_rollout": "a head's index names other heads in each of its four kinds of attention; "

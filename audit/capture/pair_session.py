@@ -11,6 +11,7 @@ from torch import Tensor
 
 from audit.capture.batches import stack, valid_positions
 from audit.capture.check import check_alone, same_tensors
+from audit.capture.co_attention import input_stacks
 from audit.capture.co_checks import check_streams
 from audit.capture.inputs import Encoded, core_model
 from audit.capture.maps import stream_map, undefined_map
@@ -93,8 +94,7 @@ def verify_pairs(session: PairSession, window: Sequence[Encoded]) -> None:
 def _check_architecture(session: PairSession, item: Encoded) -> None:
     """Check that positions mix through the captured attention alone, and the streams as the plan says."""
     model, plan = session.checkpoint.model, session.plan
-    stacks = [stack for stack in plan.stacks if not stack.endswith("x_layers")]
-    for name, positions in zip(stacks, session.positions(item), strict=True):
+    for name, positions in zip(input_stacks(plan), session.positions(item), strict=True):
         check_mixing(model, plan, item.tensors, len(positions), name)
     if plan.wiring == "towers":
         check_independent(model, plan, item.tensors)

