@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -151,6 +151,7 @@ def _front(core: Any, plan: CapturePlan, trace: _Trace, pixels: Tensor) -> Front
     for i, stack in enumerate(stacks[1:], start=1):
         earlier = {depth: leaf for depth, leaf in trace.states.items() if depth[0] in stacks[:i]}
         sources[stack] = _sources(name, stack, trace.inputs[stack], earlier)
+    _refuse_latents(name, stacks, sources)
     words = np.zeros(0, np.int64)
     if trace.words is not None:
         (found,) = feeds(_rows(trace.inputs[stacks[-1]]), [trace.words])
@@ -177,6 +178,16 @@ def _sources(
         if bool((fed != NONE).any()):
             found[depth] = fed.flatten().cpu().numpy()
     return found
+
+
+def _refuse_latents(name: str, stacks: Sequence[str], sources: Mapping[str, Mapping[Depth, Any]]) -> None:
+    """Refuse stacks between tower and decoder whose positions are learned: resamplers with latents."""
+    for stack in stacks[1:-1]:
+        if not sources[stack]:
+            raise CaptureError(
+                f"{name}: the positions of {stack} are learned latents that attend to the patches (a "
+                "resampler or Q-Former); composing them is not supported"
+            )
 
 
 def _check_reached(

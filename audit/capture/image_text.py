@@ -16,7 +16,6 @@ from audit.capture.inputs import (
     Encoded,
     _markers,
     accepted_arguments,
-    core_model,
     position_limit,
     text_tokenizer,
 )
@@ -82,11 +81,12 @@ class ImageTextEncoder:
         return Encoded(probe, tensors, positions, picture=self._picture(name, pixels, prompt, tensors[name]))
 
     def _process(self, pixels: NDArray[np.uint8], prompt: str, tokenizer: Any) -> dict[str, Tensor]:
+        from PIL import Image
+
         processor: Any = copy.copy(self.checkpoint.processor)
         processor.tokenizer = tokenizer
-        if getattr(core_model(self.checkpoint.model).config, "num_channels", 3) == 1:
-            pixels = pixels.mean(axis=2, keepdims=True).round().astype(np.uint8)
-        found = processor(images=[pixels], text=prompt, return_tensors="pt")
+        image = Image.fromarray(pixels)  # some processors take nothing else
+        found = processor(images=[image], text=prompt, return_tensors="pt")
         return {key: value for key, value in found.items() if isinstance(value, Tensor)}
 
     def _check_length(self, probe: Probe, length: int) -> None:

@@ -85,7 +85,14 @@ def open_joined(
     check_joined_settings(fold)
     core = core_model(checkpoint.model)
     plan = active_plan(checkpoint.model, plan_capture(core), item.tensors, joined=True)
-    return JoinedSession(checkpoint, settings, fold, method.row, wanted, plan)
+    session = JoinedSession(checkpoint, settings, fold, method.row, wanted, plan)
+    crossed = next((layer.path for layer in plan.layers if layer.kind == "cross"), None)
+    if session.windowed and crossed is not None:
+        raise CaptureError(
+            f"{type(core).__name__} attends within windows, and by cross-attention ({crossed}) to what they "
+            "give; this is not supported, audit its backbone"
+        )
+    return session
 
 
 def check_joined_settings(settings: FoldSettings) -> None:

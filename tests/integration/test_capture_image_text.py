@@ -21,7 +21,7 @@ from audit.capture.pieces import join_pieces
 from audit.capture.positions import image_geometry
 from audit.errors import CaptureError, ConfigError, ProbeError
 from audit.records import CaptureSettings, Checkpoint, Map, Method, Probe
-from tests.integration.tiny_image_text import FAMILIES, llava, question_probes, vilt
+from tests.integration.tiny_image_text import FAMILIES, idefics2, llava, question_probes, qwen3_vl, vilt
 
 LAYERS = 2  # of each decoder
 TOWER = 3
@@ -382,6 +382,13 @@ def test_image_that_enters_again_between_blocks_is_refused() -> None:
     block.register_forward_hook(lambda _m, _a, output: output + kept[-1][:, 1:2].mean())
     with pytest.raises(CaptureError, match=r"the image enters .* again behind its first block"):
         next(capture(subject, question_probes(1)))
+
+
+def test_families_that_cannot_be_composed_say_why() -> None:
+    with pytest.raises(CaptureError, match=r"the image enters .* again behind its first block"):
+        next(capture(qwen3_vl(), question_probes(1)))
+    with pytest.raises(CaptureError, match="are learned latents that attend to the patches"):
+        next(capture(idefics2(), question_probes(1)))
 
 
 def test_other_methods_and_steps_beyond_the_answer_are_refused_by_name() -> None:

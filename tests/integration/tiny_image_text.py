@@ -194,6 +194,34 @@ def _qwen(family: str, tower: dict[str, Any]) -> Checkpoint:
     return _joined(getattr(transformers, f"{family}ForConditionalGeneration")(config), processor)
 
 
+def qwen3_vl() -> Checkpoint:
+    """As Qwen2-VL, with lower layers of the tower added between the first blocks of the decoder."""
+    tower = {"hidden_size": 32, "out_hidden_size": 32, "intermediate_size": 37, "num_position_embeddings": 64}
+    return _qwen("Qwen3VL", {**tower, "deepstack_visual_indexes": [0, 1]})
+
+
+def idefics2() -> Checkpoint:
+    """A resampler whose learned latents attend to the patches."""
+    tokenizer = _tokenizer()
+    images = transformers.Idefics2ImageProcessorPil(
+        size={"longest_edge": 32, "shortest_edge": 16}, do_image_splitting=False
+    )
+    processor = transformers.Idefics2Processor(images, tokenizer, image_seq_len=4)
+    resampler = {
+        "resampler_n_latents": 4,
+        "resampler_depth": 2,
+        "resampler_n_heads": 4,
+        "resampler_head_dim": 8,
+    }
+    config = transformers.Idefics2Config(
+        vision_config=VISION,
+        perceiver_config={**resampler, "hidden_size": 32, "num_key_value_heads": 2},
+        text_config=transformers.MistralConfig(**TEXT, vocab_size=len(tokenizer)),
+        image_token_id=processor.image_token_id,
+    )
+    return _joined(transformers.Idefics2ForConditionalGeneration(config), processor)
+
+
 def internvl() -> Checkpoint:
     """Pixel shuffle of tiles."""
     tokenizer = _tokenizer("<IMG_CONTEXT>")

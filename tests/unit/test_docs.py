@@ -60,7 +60,7 @@ def test_every_relative_link_leads_to_a_file(document: Path) -> None:
 
 def test_the_gallery_shows_every_kind_of_input_in_small_files_linked_from_the_methods() -> None:
     drawings = sorted((ROOT / "docs" / "gallery").glob("*.svg"))
-    assert {path.stem for path in drawings} == {"text", "image", "audio", "seq2seq", "clip"}
+    assert {path.stem for path in drawings} == {"text", "image", "audio", "seq2seq", "clip", "image-text"}
     assert sum(path.stat().st_size for path in drawings) < 300_000
     page = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
     methods = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
