@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from audit.capture.inputs import core_model
-from audit.capture.layers import CapturePlan
+from audit.capture.layers import AttentionLayer, CapturePlan
 from audit.capture.links import NONE, SEVERAL, feeds
 from audit.capture.mixing import find_stream
 from audit.capture.passes import exclusive, place, run_model
@@ -37,6 +37,9 @@ class Front:
         A vision tower may run several pictures at once, as sequences that do not see each other.
     sources : mapping of stack to a mapping of Depth to int array
         Which position of the stack each position of an earlier stack feeds at that depth; negative for none.
+    contexts : mapping of stack to (sequence, position)
+        What a stack of learned latents attends to in front of its own positions: how large it is. Its
+        sources stand under ``context_of(stack)``.
     words : int array (token,)
         Which position of the last stack each token feeds.
     pixels : int array of the shape of the processed image
@@ -47,11 +50,17 @@ class Front:
     sources: Mapping[str, Mapping[Depth, NDArray[np.int64]]]
     words: NDArray[np.int64]
     pixels: NDArray[np.int64]
+    contexts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def depths(self) -> frozenset[Depth]:
         """Return the states of earlier stacks that are read."""
         return frozenset(depth for sources in self.sources.values() for depth in sources)
+
+
+def context_of(stack: str) -> str:
+    """Return the name under which stands what a stack of latents attends to."""
+    return f"what {stack} attends to"
 
 
 class _Reached(Exception):  # noqa: N818 - no error: the pass has shown what it was run for
@@ -66,6 +75,7 @@ class _Trace:
     states: dict[Depth, Tensor] = field(default_factory=dict)
     inputs: dict[str, Tensor] = field(default_factory=dict)
     keys: list[Tensor] = field(default_factory=list)
+    contexts: dict[str, list[Tensor]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
 
 
@@ -151,7 +161,12 @@ def _front(core: Any, plan: CapturePlan, trace: _Trace, pixels: Tensor) -> Front
     for i, stack in enumerate(stacks[1:], start=1):
         earlier = {depth: leaf for depth, leaf in trace.states.items() if depth[0] in stacks[:i]}
         sources[stack] = _sources(name, stack, trace.inputs[stack], earlier)
-    _refuse_latents(name, stacks, sources)
+    contexts = {}
+    for stack in (stack for stack in stacks[1:-1] if not sources[stack]):
+        before = {depth: leaf for depth, leaf in trace.states.items() if depth[0] == stacks[0]}
+        context = _context(name, stack, trace)
+        contexts[stack] = _size(context)
+        sources[context_of(stack)] = _sources(name, stack, context, before)
     words = np.zeros(0, np.int64)
     if trace.words is not None:
         (found,) = feeds(_rows(trace.inputs[stacks[-1]]), [trace.words])
@@ -161,7 +176,7 @@ def _front(core: Any, plan: CapturePlan, trace: _Trace, pixels: Tensor) -> Front
             f"{name}: tokens of the text feed several positions of {stacks[-1]}; not supported"
         )
     _check_reached(name, stacks[-1], seen, sources)
-    return Front(sizes, sources, words, seen.cpu().numpy())
+    return Front(sizes, sources, words, seen.cpu().numpy(), contexts)
 
 
 def _sources(
@@ -180,14 +195,15 @@ def _sources(
     return found
 
 
-def _refuse_latents(name: str, stacks: Sequence[str], sources: Mapping[str, Mapping[Depth, Any]]) -> None:
-    """Refuse stacks between tower and decoder whose positions are learned: resamplers with latents."""
-    for stack in stacks[1:-1]:
-        if not sources[stack]:
-            raise CaptureError(
-                f"{name}: the positions of {stack} are learned latents that attend to the patches (a "
-                "resampler or Q-Former); composing them is not supported"
-            )
+def _context(name: str, stack: str, trace: _Trace) -> Tensor:
+    """Return what all layers of a stack of latents attend to, the same for each."""
+    found = trace.contexts.get(stack, [])
+    if not found or any(one is not found[0] and not torch.equal(one, found[0]) for one in found):
+        raise CaptureError(
+            f"{name}: the positions of {stack} are learned latents that attend to the patches otherwise than "
+            "as one row of patches and latents (a Q-Former); composing them is not supported"
+        )
+    return found[0]
 
 
 def _check_reached(
@@ -221,6 +237,9 @@ def _tapped(
         for layer in crossed:
             look = own_thread(_keys(trace))
             hooks.callback(layer.module.register_forward_pre_hook(look, with_kwargs=True).remove)
+        for layer in plan.layers:
+            if layer.stack in plan.stacks[1:-1]:
+                hooks.enter_context(_contexts(layer, trace))
         stop = stop and not crossed
         for stack in plan.stacks:
             entry = own_thread(_entry(stack, trace, stop=stop and stack == last))
@@ -279,6 +298,34 @@ def _keys(trace: _Trace) -> Any:
         return args, {**kwargs, at: keys.detach()}
 
     return hook
+
+
+@contextmanager
+def _contexts(layer: AttentionLayer, trace: _Trace) -> Iterator[None]:
+    """Keep what a layer of latents attends to, where its keys are made of that and then of the latents."""
+    taken, inner = list[Tensor](), list[Tensor]()
+
+    def enter(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        streams = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim() == 3)
+        taken[:] = [x for x in streams if x.is_floating_point()]
+
+    def project(_module: nn.Module, args: tuple[Any, ...]) -> None:
+        inner.append(args[0])
+
+    def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+        if len(taken) == 2 and taken[0].shape[-1] == taken[1].shape[-1]:
+            together = torch.cat([taken[1], taken[0]], dim=1)
+            if any(x.shape == together.shape and torch.equal(x, together) for x in inner):
+                trace.contexts.setdefault(layer.stack, []).append(taken[1])
+        inner.clear()
+
+    with ExitStack() as hooks:
+        hooks.callback(layer.module.register_forward_pre_hook(own_thread(enter), with_kwargs=True).remove)
+        hooks.callback(layer.module.register_forward_hook(own_thread(leave)).remove)
+        for child in layer.module.children():
+            if isinstance(child, nn.Linear):
+                hooks.callback(child.register_forward_pre_hook(own_thread(project)).remove)
+        yield
 
 
 def _leave(stack: str, trace: _Trace) -> Any:

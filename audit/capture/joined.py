@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from audit.capture.check import check_rows, check_values
 from audit.capture.engine import BatchFold
-from audit.capture.front import KEYS, Depth, Front
+from audit.capture.front import KEYS, Depth, Front, context_of
 from audit.capture.interface import AttentionCall
 from audit.capture.layers import AttentionLayer, CapturePlan
 from audit.capture.passes import exclusive, run_model, watched
@@ -63,6 +63,8 @@ class JoinedFold:
             keys = self.front.sizes[KEYS][0] * self.front.sizes[KEYS][1]
             read = torch.nn.functional.pad(self.read, (0, keys))
             return read, torch.ones_like(read, dtype=torch.bool)
+        if stack in self.front.contexts:
+            length += self.front.contexts[stack][1]
         valid = torch.ones(sequences, length, dtype=torch.bool, device=self.read.device)
         return (self.read if stack == self.plan.stacks[-1] else valid.float() / length), valid
 
@@ -72,6 +74,9 @@ class JoinedFold:
         stack, fold = layer.stack, self.folds[layer.stack]
         if KEYS in self.front.sizes and stack == self.plan.stacks[-1]:
             self._beside_keys(call, layer, fold)
+            return
+        if stack in self.front.contexts:
+            self._latents(call, stack, fold)
             return
         if layer.kind == "cross":
             raise CaptureError(
@@ -88,6 +93,23 @@ class JoinedFold:
             )
         whole = call.weights if windows is None else spread_windows(call, windows, *self.front.sizes[stack])
         fold.fold(whole)
+        self._keep(stack, fold)
+
+    def _latents(self, call: AttentionCall, stack: str, fold: BatchFold) -> None:
+        """Take a layer of latents, which attend to a context and one another; the context stands behind."""
+        own, beside = self.front.sizes[stack][1], self.front.contexts[stack][1]
+        check_rows(call, fold.valid[:, :own], fold.valid)
+        if self.verify:
+            check_values(call, fold.valid[:, :own])
+        rho = self.settings.residual_of(0)
+        fused = fuse_heads(call.weights.detach(), query_offset=None, **self.settings.fusion)
+        step = torch.eye(own + beside, dtype=fused.dtype, device=fused.device).repeat(len(fused), 1, 1)
+        step[:, :own, :own] = rho * step[:, :own, :own] + (1 - rho) * fused[..., beside:]
+        step[:, :own, own:] = (1 - rho) * fused[..., :beside]
+        fold.push(step)
+        self._keep(stack, fold)
+
+    def _keep(self, stack: str, fold: BatchFold) -> None:
         if (stack, fold.layer) in self.front.depths and fold.matrix is not None:
             self.states[stack, fold.layer] = fold.matrix
 
@@ -134,13 +156,18 @@ class JoinedFold:
         """
         first = self.plan.stacks[0]
         size = self.front.sizes[first][0] * self.front.sizes[first][1]
-        known = {first: torch.eye(size, dtype=torch.float64, device=self.read.device)}
+        columns = size + self.latents
+        known = {first: torch.eye(size, columns, dtype=torch.float64, device=self.read.device)}
         if len(self.plan.stacks) == 1:
             seen = torch.from_numpy(np.unique(self.front.pixels[self.front.pixels >= 0])).to(self.read.device)
             own = torch.zeros_like(known[first])
             own[seen, seen] = 1
             return own
         for stack in self.plan.stacks[1:]:
+            if stack in self.front.contexts:
+                known[stack] = self._of_latents(stack, known, size)
+                size += int(np.prod(self.front.sizes[stack]))
+                continue
             known[stack] = self._made_of(stack, known)
             whole = bool((known[stack].sum(dim=1) > 0).all())
             if stack != self.plan.stacks[-1] and not whole:
@@ -157,8 +184,27 @@ class JoinedFold:
             )
         return torch.cat([last, keys])
 
+    @property
+    def latents(self) -> int:
+        """Return how many learned latents stand between the image and the last stack."""
+        return sum(int(np.prod(self.front.sizes[stack])) for stack in self.front.contexts)
+
+    def _of_latents(self, stack: str, known: Mapping[str, Tensor], start: int) -> Tensor:
+        """Return what latents, which stand for themselves, and their context are made of, by sequences."""
+        sequences, own = self.front.sizes[stack]
+        context = self._made_of(context_of(stack), known)
+        if not bool((context.sum(dim=1) > 0).all()):
+            raise CaptureError(f"{stack} attends to positions beside those of the image; not supported")
+        latents = context.new_zeros(sequences, own, context.shape[1])
+        index = torch.arange(sequences * own, device=context.device)
+        latents.view(-1, context.shape[1])[index, start + index] = 1.0
+        beside = context.reshape(sequences, -1, context.shape[1])
+        return torch.cat([latents, beside], dim=1).flatten(0, 1)
+
     def _made_of(self, stack: str, known: Mapping[str, Tensor]) -> Tensor:
-        count, image = int(np.prod(self.front.sizes[stack])), known[self.plan.stacks[0]]
+        contexts = {context_of(name): size for name, size in self.front.contexts.items()}
+        count = int(np.prod(contexts[stack] if stack in contexts else self.front.sizes[stack]))
+        image = known[self.plan.stacks[0]]
         total, times = image.new_zeros(count, image.shape[1]), image.new_zeros(count, 1)
         for depth, fed in self.front.sources[stack].items():
             taken = merging(torch.from_numpy(fed), count).to(self.read.device)
@@ -168,7 +214,8 @@ class JoinedFold:
 
     def _rolled(self, rows: Tensor, depth: Depth) -> Tensor:
         """Return rows (row, position) times the rollout of a stack up to a depth, sequence by sequence."""
-        if depth[1] == 0:
+        beside = self.front.contexts.get(depth[0], (0, 0))[1]
+        if depth[1] == 0 and not beside:
             return rows
         if depth not in self.states:
             raise CaptureError(
@@ -176,7 +223,7 @@ class JoinedFold:
                 "this architecture is not supported"
             )
         matrix = self.states[depth].to(rows.dtype)
-        cut = rows.reshape(len(rows), len(matrix), -1)
+        cut = torch.nn.functional.pad(rows.reshape(len(rows), len(matrix), -1), (0, beside))
         return torch.einsum("rsq,sqk->rsk", cut, matrix).reshape(len(rows), -1)
 
     def rows(self) -> list[Tensor]:

@@ -293,10 +293,10 @@ def _image_positions(session: JoinedSession, run: _Run) -> tuple[Positions, NDAr
     picture, stack = _picture(run.item), run.fold.plan.stacks[0]
     sequences, length = run.front.sizes[stack]
     patch = patch_size(core_model(session.checkpoint.model).config)
-    boxes = picture.boxes(run.front.pixels, sequences * length, patch)
+    boxes = picture.boxes(run.front.pixels, sequences * length + run.fold.latents, patch)
     special = (boxes[:, 2] <= boxes[:, 0]) | (boxes[:, 3] <= boxes[:, 1])
     boxes[special] = 0
-    tile = np.arange(sequences * length) // length
+    tile = np.arange(len(boxes)) // length
     fine = np.rint(boxes * 1e3)
     order = np.lexsort((fine[:, 0], fine[:, 1], tile, ~special))
     if len(run.fold.plan.stacks) == 1:  # the text is there, too

@@ -216,6 +216,27 @@ def test_tiles_of_a_tower_with_two_stacks_reach_the_blocks_that_attend_to_them()
     np.testing.assert_allclose(patch, [16, 8, 24, 16], atol=0.2)
 
 
+def test_latents_that_resample_the_patches_are_composed_and_keep_their_own_part() -> None:
+    subject, probes = idefics2(), question_probes(1)
+    item = ImageTextEncoder(subject, CaptureSettings()).encode(probes[0])
+    kept = attentions(subject, dict(item.tensors))
+    tower, row = rolled(kept[:TOWER]), rolled(kept[-LAYERS:])[-1]
+    source, own = np.zeros((4, len(tower))), np.eye(4)
+    for layer in kept[TOWER:-LAYERS]:
+        A = layer[0].mean(0).numpy()
+        before, latents = A[:, : len(tower)], A[:, len(tower) :]
+        source = 0.5 * source + 0.5 * (before @ tower + latents @ source)
+        own = 0.5 * own + 0.5 * latents @ own
+    place = np.flatnonzero(item.tensors["input_ids"][0].numpy() == subject.model.config.image_token_id)
+    (captured,) = capture(subject, probes)
+    image, text = captured.maps
+    special = image.positions.special
+    assert special.tolist() == [True] * 4 + [False] * 8  # latents stand for no part of the image
+    np.testing.assert_allclose((image.weights * image.share)[special], row[place] @ own, atol=1e-6)
+    np.testing.assert_allclose((image.weights * image.share)[~special], row[place] @ source, atol=1e-6)
+    np.testing.assert_allclose(text.weights * text.share, np.delete(row, place), atol=1e-6)
+
+
 def test_words_and_patches_of_one_encoder_share_its_row() -> None:
     subject, probes = vilt(), question_probes(2)
     for probe, captured in zip(probes, capture(subject, probes), strict=True):
@@ -387,8 +408,13 @@ def test_image_that_enters_again_between_blocks_is_refused() -> None:
 def test_families_that_cannot_be_composed_say_why() -> None:
     with pytest.raises(CaptureError, match=r"the image enters .* again behind its first block"):
         next(capture(qwen3_vl(), question_probes(1)))
-    with pytest.raises(CaptureError, match="are learned latents that attend to the patches"):
-        next(capture(idefics2(), question_probes(1)))
+    subject = idefics2()
+    resampler = subject.model.model.connector.perceiver_resampler
+    for layer in resampler.layers:  # keys in another order than patches and then latents
+        layer.self_attn.k_proj.register_forward_pre_hook(lambda _m, args: (args[0].flip(1),))
+        layer.self_attn.v_proj.register_forward_pre_hook(lambda _m, args: (args[0].flip(1),))
+    with pytest.raises(CaptureError, match="are learned latents that attend to the patches otherwise"):
+        next(capture(subject, question_probes(1)))
 
 
 def test_other_methods_and_steps_beyond_the_answer_are_refused_by_name() -> None:
