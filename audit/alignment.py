@@ -18,7 +18,7 @@ What alignment cannot tell: anything finer than the common positions.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,6 +114,35 @@ def align_maps(maps: Sequence[Map]) -> tuple[AlignedMap, ...]:
         layers = None if one.layers is None else _carried(one.layers, share)
         found.append(AlignedMap(_carried(one.weights, share), layers, places))
     return tuple(found)
+
+
+def align_pair(before: Map, after: Map) -> tuple[Map, Map]:
+    """Return two maps of one probe that may be subtracted: as they are, or on their common positions.
+
+    Parameters
+    ----------
+    before, after : Map
+
+    Returns
+    -------
+    (Map, Map)
+        The same objects where their positions are the same.
+
+    Raises
+    ------
+    ValueError
+        As for :func:`align_maps`, or when there is nothing in common to subtract.
+    """
+    if same_positions(before.positions, after.positions):
+        return before, after
+    one, two = align_maps([before, after])
+    if not (np.isfinite(one.weights).all() and np.isfinite(two.weights).all()):
+        raise ValueError("positions: expected mass on at least two common positions, got none")
+    places = one.positions or before.positions
+    return (
+        replace(before, weights=one.weights, layers=one.layers, positions=places),
+        replace(after, weights=two.weights, layers=two.layers, positions=places),
+    )
 
 
 def _carried(weights: FloatArray, share: Array) -> Array:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import io
-from dataclasses import replace
 
 import numpy as np
 
-from audit.alignment import align_maps, same_positions
+from audit.alignment import align_pair
 from audit.config import AuditConfig
 from audit.errors import AuditError
 from audit.media import load_image
@@ -78,7 +77,7 @@ def _contents(config: AuditConfig | None) -> dict[str, Probe]:
 
 def _example(probe_id: str, before: Map, after: Map, contents: dict[str, Probe]) -> Example:
     probe = contents.get(probe_id)
-    before, after = _on_common_positions(before, after)
+    before, after = align_pair(before, after)
     positions = before.positions
     if positions.kind == "patch" and positions.grid is not None:
         patches = positions.boxes is not None and ~positions.special
@@ -93,17 +92,6 @@ def _example(probe_id: str, before: Map, after: Map, contents: dict[str, Probe])
         )
     words = None if probe is None else token_texts(probe, positions)
     return Example(probe_id, _caption(before, after), "text", before.weights, after.weights, words=words)
-
-
-def _on_common_positions(before: Map, after: Map) -> tuple[Map, Map]:
-    """Return both maps on the same positions: their own, or common ones where these differ."""
-    if same_positions(before.positions, after.positions):
-        return before, after
-    one, two = (
-        replace(given, weights=found.weights, layers=None, positions=found.positions or given.positions)
-        for given, found in zip((before, after), align_maps([before, after]), strict=True)
-    )
-    return one, two
 
 
 def _caption(before: Map, after: Map) -> str:

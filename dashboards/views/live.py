@@ -17,7 +17,7 @@ from audit.report.wording import number
 from dashboards import blocks, content, controls, data, loaded, state
 from dashboards.content import Content
 from dashboards.views import compare, edits
-from dashboards.views.maps import draw_pair
+from dashboards.views.maps import draw_pair, on_common_positions
 
 LONGEST = 2000
 MEGABYTES = 10
@@ -83,7 +83,7 @@ def _maps(answers: Sequence[Captured], probe: Probe, layer: int | None) -> None:
     old, new = (one.maps for one in answers)
     for before, after in zip(old, new, strict=False):
         with blocks.section(None if len(old) == 1 else f"Stream: {before.stream}"):
-            draw_pair(before, after, Content(probe), layer)
+            draw_pair(*on_common_positions(before, after), Content(probe), layer)
 
 
 # --- what is given -----------------------------------------------------------------------------

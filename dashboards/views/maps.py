@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import streamlit as st
 
+from audit.alignment import align_pair, same_positions
 from audit.records import Map
 from audit.report.wording import change, number
 from dashboards import blocks, charts, downloads, map_svg, probe_view, sound_view, state, theme
@@ -17,6 +18,10 @@ from dashboards.probe_view import Weights
 
 SOUND = 5.0
 """Width by height of a sound's picture."""
+ONE_ROW = (
+    "The store holds the output row that predicts one token; other generated tokens are computed below, or "
+    'captured for themselves (<code>[method] row = "decoder:&lt;i&gt;"</code>).'
+)
 WIDEST = 200
 """Positions of a matrix of layers at most."""
 
@@ -27,14 +32,28 @@ def weights_at(one: Map, layer: int | None) -> np.ndarray[Any, np.dtype[np.float
     return np.asarray(values, dtype=np.float64)
 
 
+def on_common_positions(before: Map, after: Map) -> tuple[Map, Map]:
+    """Return both maps so that they can be subtracted, and say so where this took an alignment."""
+    try:
+        pair = align_pair(before, after)
+    except ValueError:
+        return before, after  # told where it is drawn
+    if pair[0] is not before:
+        blocks.note(
+            "The checkpoints cut this input into other positions (tokenizer or patch grid): both maps are "
+            "drawn on common ones, special positions left out."
+        )
+    return pair
+
+
 def draw_pair(before: Map, after: Map, found: Content, layer: int | None) -> None:
     """Draw the maps of one stream, before, after and their difference."""
     old, new = weights_at(before, layer), weights_at(after, layer)
-    if len(old) != len(new):
+    if not same_positions(before.positions, after.positions):
         st.info(
-            f"The two checkpoints cut this input into {len(old)} and {len(new)} positions (another "
-            "tokenizer or "
-            "patch grid), so that their maps cannot be subtracted position by position.",
+            f"The two checkpoints cut this input into {len(old)} and {len(new)} other positions (another "
+            "tokenizer or patch grid) that do not know where they lie, so that their maps cannot be "
+            "subtracted.",
             icon=":material/info:",
         )
         return
@@ -65,7 +84,9 @@ def _draw_words(one: Map, old: Any, new: Any, found: Content) -> None:
     if len(shown) < len(pieces):
         blocks.note(f"{len(shown):,} of {len(pieces):,} positions, where the change is largest.")
     blocks.note(
-        "Hover over a word for its exact shares. “·” is a special token: part of the map, outside the "
+        "Numbers are generated tokens, whose text is not stored."
+        if one.stream == "prefix"
+        else "Hover over a word for its exact shares. “·” is a special token: part of the map, outside the "
         "content."
     )
 
@@ -159,10 +180,9 @@ def draw_layers(pairs: Sequence[tuple[Map, Map]]) -> None:
     ]
     name, what = f"{_name(pairs[0][0])}-layers", "Difference by layer and position"
     downloads.chart(name, charts.layer_matrix, cells, alt=what)
+    generated = any(one.stream == "prefix" for one, _ in pairs)
     blocks.note(
-        "Each row is the difference as it stands after that layer. The store holds the output row that "
-        "predicts one token; other generated tokens need a capture of their own "
-        '(<code>[method] row = "decoder:&lt;i&gt;"</code>).'
+        "Each row is the difference as it stands after that layer." + (f" {ONE_ROW}" if generated else "")
     )
 
 

@@ -14,7 +14,7 @@ from audit.report.wording import change, clip, quantity
 from dashboards import blocks, content, controls, data, downloads, loaded, state
 from dashboards.content import Content
 from dashboards.views import effects, matrix
-from dashboards.views.maps import draw_layers, draw_pair, weights_at
+from dashboards.views.maps import draw_layers, draw_pair, on_common_positions, weights_at
 
 if TYPE_CHECKING:
     import polars as pl
@@ -47,6 +47,7 @@ def draw(name: str, comparison: Comparison, manifests: Sequence[Mapping[str, Any
     _method_switch(comparison, manifests)
     above = st.container()
     pairs, computed = _on_demand(specs, pairs, found)
+    pairs = [on_common_positions(*pair) for pair in pairs]
     with above:
         layer = controls.view(*pairs)
     if found.probe is None and found.reason:
