@@ -23,13 +23,22 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "input_x_gradient": (),
     "integrated_gradients": ("steps",),
     "occlusion": (),
+    "shap": ("samples", "seed"),
+    "lime": ("samples", "seed"),
+    "grad_cam": ("layer",),
+    "lrp": (),
 }
 """Parameters of each method."""
 
 ALIASES = {"raw": "raw_attention"}
 """Short names."""
 
-TARGETED = frozenset({"gradient_rollout", "input_x_gradient", "integrated_gradients", "occlusion"})
+ATTRIBUTION = frozenset(
+    {"input_x_gradient", "integrated_gradients", "occlusion", "shap", "lime", "grad_cam", "lrp"}
+)
+"""Methods that explain the target logit beside attention."""
+
+TARGETED = ATTRIBUTION | {"gradient_rollout"}
 """Methods that explain one logit, and so need a task head."""
 
 CALIBRATED = "weighted"

@@ -131,6 +131,8 @@ class MethodSection(_Section):
     same_head: bool | None = None
     head_weights: list[list[float]] | None = None
     steps: Annotated[int, Field(ge=2)] | None = None
+    samples: Annotated[int, Field(ge=2)] | None = None
+    seed: Annotated[int, Field(ge=0)] | None = None
     max_seconds: Annotated[float, Field(gt=0)] | None = None
 
     @model_validator(mode="after")
@@ -268,6 +270,19 @@ class ReportSection(_Section):
     confirm: bool = True
 
 
+class FaithfulnessSection(_Section):
+    """On how many probes the maps' faithfulness is measured on both checkpoints (0: not at all), and how."""
+
+    probes: Annotated[int, Field(ge=0, le=10_000)] = 0
+    methods: list[str] = ["occlusion", "input_x_gradient"]
+    orders: Annotated[int, Field(ge=1, le=100)] = 4
+
+    @field_validator("methods")
+    @classmethod
+    def _known(cls, value: list[str]) -> list[str]:
+        return [check_method(name, ()) for name in value]
+
+
 class ApprovalsSection(_Section):
     """Whose approvals count: with `allowed_signers` only those signed by one of these SSH keys."""
 
@@ -289,6 +304,7 @@ class AuditConfig(_Section):
     gate: GateSection = GateSection()
     schedule: ScheduleSection | None = None
     report: ReportSection = ReportSection()
+    faithfulness: FaithfulnessSection = FaithfulnessSection()
     approvals: ApprovalsSection = ApprovalsSection()
 
     @model_validator(mode="after")
@@ -390,7 +406,7 @@ def _fields_at(location: tuple[int | str, ...]) -> list[str]:
         "store": StoreSection, "checkpoints": CheckpointSection, "replicates": ReplicateSection,
         "probes": ProbesSection, "domain": DomainSection, "method": MethodSection, "capture": CaptureSection,
         "statistics": StatisticsSection, "gate": GateSection, "schedule": ScheduleSection,
-        "report": ReportSection, "approvals": ApprovalsSection,
+        "report": ReportSection, "approvals": ApprovalsSection, "faithfulness": FaithfulnessSection,
     }  # fmt: skip
     if not location:
         return list(AuditConfig.model_fields)

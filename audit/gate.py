@@ -14,6 +14,7 @@ from audit._floor import floor_of, plural
 from audit._rules import find_cells, judge_excess, judge_limit, precheck
 from audit.calibrate import holm
 from audit.errors import ConfigError, ExitCode, NothingEvaluatedError
+from audit.faithfulness import unproven
 from audit.records import Cell, Comparison, Outcome, Policy, Rule, RuleVerdict, Verdict, worst
 
 _EXIT = {
@@ -82,7 +83,9 @@ def evaluate_gate(comparison: Comparison, policy: Policy) -> Verdict:
             f"the runs differ in {', '.join(comparison.mismatches)}; capture them alike, or pass "
             "--allow-mismatch, with which the verdict is INCONCLUSIVE",
         )
-    return conclude(comparison, policy, [_cap(one, comparison) for one in _judge(comparison, policy)])
+    reason = unproven(comparison.faithfulness)
+    judged = [_labelled(_cap(one, comparison), reason) for one in _judge(comparison, policy)]
+    return conclude(comparison, policy, judged)
 
 
 def _judge(comparison: Comparison, policy: Policy) -> list[RuleVerdict]:
@@ -169,6 +172,21 @@ def _cap(found: RuleVerdict, comparison: Comparison) -> RuleVerdict:
         reason=reason,
         needed="runs captured with the same settings",
         warned=False,
+    )
+
+
+def _labelled(found: RuleVerdict, reason: str | None) -> RuleVerdict:
+    """Return a verdict that tells of a shift with what its method's faithfulness makes of it.
+
+    Occlusion of the region itself is the stronger evidence: what it confirmed needs no label.
+    """
+    low, high = found.interval or (0.0, 0.0)
+    moved = found.outcome is Outcome.FAIL or (found.rule.measure == "shift" and (low > 0 or high < 0))
+    confirmed = found.confirmation is not None and found.confirmation.confirmed
+    if reason is None or confirmed or not moved or found.outcome is Outcome.ERROR:
+        return found
+    return replace(
+        found, sentence=f"{found.sentence}; map changed, reliance unproven: {reason}", unproven=reason
     )
 
 

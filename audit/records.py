@@ -471,6 +471,63 @@ class Confirmation:
 
 
 @dataclass(frozen=True)
+class Advantage:
+    """Mean area under a perturbation curve, by the map's order and by random ones.
+
+    `value` is how much better the map's order is, positive = better, with its interval (1 - 2 alpha, over
+    probes or groups); see :mod:`audit.faithfulness`.
+    """
+
+    area: float
+    random: float
+    value: float
+    interval: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Faithfulness:
+    """How far one method's maps order positions by what a checkpoint's target logit depends on.
+
+    Attributes
+    ----------
+    role : str
+        ``before`` or ``after``.
+    audited : bool
+        Whether the runs were made with this method.
+    faithful : bool
+        Whether the order is shown to be better than random ones (deletion's interval lies above 0) and the
+        map depends on the weights; else the `reason` says why not.
+    comprehensiveness, sufficiency, random_comprehensiveness, random_sufficiency : tuple
+        Means at 1, 5, 10, 20 and 50 % of the content positions, in units of the logit.
+    spearman : mapping of method to float or None
+        Mean rank correlation with the maps of other methods, over content.
+    randomised : tuple of float or None
+        The same with the maps of the audited method after the weights were shuffled, from the top down to
+        all of them.
+    sink, depth_collapse : float or None
+        Means of the maps' diagnostics.
+    """
+
+    role: str
+    method: str
+    audited: bool
+    faithful: bool
+    reason: str | None = None
+    deletion: Advantage | None = None
+    insertion: Advantage | None = None
+    comprehensiveness: tuple[float | None, ...] = ()
+    sufficiency: tuple[float | None, ...] = ()
+    random_comprehensiveness: tuple[float | None, ...] = ()
+    random_sufficiency: tuple[float | None, ...] = ()
+    spearman: Mapping[str, float | None] = field(default_factory=dict)
+    randomised: tuple[float | None, ...] = ()
+    sink: float | None = None
+    depth_collapse: float | None = None
+    n_probes: int = 0
+    n_missing: int = 0
+
+
+@dataclass(frozen=True)
 class Comparison:
     """Two runs, their replicates, and every cell that was computed.
 
@@ -497,6 +554,7 @@ class Comparison:
     settings: Mapping[str, Any] = field(default_factory=dict)
     predictions: Mapping[str, Any] = field(default_factory=dict)
     confirmations: tuple[Confirmation, ...] = ()
+    faithfulness: tuple[Faithfulness, ...] = ()
     id: str | None = None
     nondeterministic: str | None = None
     alignment: tuple[str, ...] = ()
@@ -596,7 +654,9 @@ class RuleVerdict:
 
     `floor` is the mean and SD of the replicates' shifts; `explained` says whether re-training alone
     could explain the value (None = cannot be said), the same for every rule on one cell; `needed` is
-    how many probes or replicates would settle an INCONCLUSIVE rule.
+    how many probes or replicates would settle an INCONCLUSIVE rule. `unproven` says why a shift proves no
+    change of reliance: the method is not shown to be faithful on a checkpoint, and occlusion of the region
+    has not confirmed it.
     """
 
     rule: Rule
@@ -623,6 +683,7 @@ class RuleVerdict:
     needed: str | None = None
     reason: str | None = None
     confirmation: Confirmation | None = None
+    unproven: str | None = None
     approved_by: str | None = None
 
 

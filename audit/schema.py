@@ -16,6 +16,8 @@ predictions probe                                            ``predictions.parqu
 aggregate  stream × region × layer (null: whole stack)       ``aggregate.parquet``
 cells      measure × region × stream × layer × effect ×      ``comparisons/<id>/cells.parquet``
            segment
+faithful   role × method × probe × measure, where an audit    ``comparisons/<id>/faithfulness.parquet``
+           measured faithfulness
 ========== ================================================= ==========================================
 
 No table holds probe content: ids, offsets, boxes and times only.
@@ -151,6 +153,13 @@ TABLES: dict[str, tuple[ColumnSpec, ...]] = {
         _optional("excess_pvalue", "float64", "replicate test"),
         _optional("minimum_detectable_shift", "float64", "excess shift found with the wanted power"),
         _REASON,
+    ),
+    "faithfulness": (
+        _required("role", "string", "before or after"),
+        _required("method", "string", "name of the method whose map is judged"),
+        _PROBE,
+        _required("measure", "string", "deletion, insertion, comprehensiveness_10, spearman:occlusion, ..."),
+        _optional("value", "float64", "see audit.faithfulness; null where it is undefined"),
     ),
 }
 

@@ -84,7 +84,13 @@ def publish_task(config_path: str, role: str, run_id: str) -> str:
 def gate_task(config_path: str, allow: tuple[str, ...]) -> str:
     """Compare, judge and confirm; leave a Markdown artifact; return the comparison's id."""
     config = load_config(config_path)
-    verdict = gate_runs(config, progress=run_progress(), allow=allow, confirm=config.report.confirm)
+    verdict = gate_runs(
+        config,
+        progress=run_progress(),
+        allow=allow,
+        confirm=config.report.confirm,
+        measure=bool(config.faithfulness.probes),
+    )
     store, identifier = Store(config.store.url), str(verdict.comparison_id)
     comparison = store.comparison(identifier)
     context = report_context(store, comparison, verdict, config)

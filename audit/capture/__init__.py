@@ -9,24 +9,30 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from audit.capture.head_weights import HeadFit, fit_head_weights
-    from audit.capture.occlusion import Occlusion, occlude
+    from audit.capture.occlusion import Occlusion, occlude, occluded_scores
     from audit.capture.session import capture, check_determinism, check_probes
+    from audit.capture.shuffling import cascade, shuffled
 
 __all__ = [
     "HeadFit",
     "Occlusion",
     "capture",
+    "cascade",
     "check_determinism",
     "check_probes",
     "fit_head_weights",
     "occlude",
+    "occluded_scores",
+    "shuffled",
 ]
 
 
 def __getattr__(name: str) -> Any:
     # transformers takes seconds to import: only when something is captured.
-    if name in ("Occlusion", "occlude"):
+    if name in ("Occlusion", "occlude", "occluded_scores"):
         from audit.capture import occlusion as module
+    elif name in ("cascade", "shuffled"):
+        from audit.capture import shuffling as module  # type: ignore[no-redef]
     elif name in ("HeadFit", "fit_head_weights"):
         from audit.capture import head_weights as module  # type: ignore[no-redef]
     elif name in __all__:

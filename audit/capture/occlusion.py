@@ -90,16 +90,8 @@ def occlude(
     ProbeError
         When weights do not fit a probe or a target class does not exist.
     """
-    if not checkpoint.has_head:
-        raise CheckpointError(
-            f"checkpoint {checkpoint.info.ref} has no task head, so occlusion has no logit to "
-            "watch; audit a classifier"
-        )
-    settings = settings or CaptureSettings()
-    wanted = targets_by_probe(targets, probes)
-    encoded = _encode(checkpoint, probes, settings)
+    question, encoded = _ask(checkpoint, probes, targets, row, settings)
     name, replacement = replacement_token(checkpoint, encoded)
-    question = _Question(checkpoint, settings, _read_rows(checkpoint, encoded, row), wanted)
     scores = question.targets(encoded)
     changed = [occluded(i, w, replacement) for i, w in zip(encoded, region_weights, strict=True)]
     intact, without = question.values(encoded, scores), question.values(changed, scores)
@@ -119,6 +111,61 @@ def occlude(
             )
         )
     return tuple(found)
+
+
+def occluded_scores(
+    checkpoint: Checkpoint,
+    probes: Sequence[Probe],
+    masks: Sequence[NDArray[np.floating[Any]]],
+    *,
+    targets: Target = "label",
+    row: str = "auto",
+    settings: CaptureSettings | None = None,
+) -> tuple[NDArray[np.float64] | None, ...]:
+    """Return the target logit of each probe under many masks; see :func:`occlude`.
+
+    Parameters
+    ----------
+    checkpoint, probes, targets, row, settings
+        As for :func:`occlude`.
+    masks : sequence of float arrays (mask, n), one for each probe
+        Each row says which positions are occluded; equal rows are run once.
+
+    Returns
+    -------
+    tuple of float64 array (mask,), None for a probe without a target
+
+    Raises
+    ------
+    CheckpointError, ProbeError
+        As for :func:`occlude`.
+    """
+    question, encoded = _ask(checkpoint, probes, targets, row, settings)
+    _, replacement = replacement_token(checkpoint, encoded)
+    scores = question.targets(encoded)
+    return tuple(
+        question.variants(item, scores[item.probe.id], rows, replacement) if item.probe.id in scores else None
+        for item, rows in zip(encoded, masks, strict=True)
+    )
+
+
+def _ask(
+    checkpoint: Checkpoint,
+    probes: Sequence[Probe],
+    targets: Target,
+    row: str,
+    settings: CaptureSettings | None,
+) -> tuple[_Question, list[Encoded]]:
+    """Return what is asked of the checkpoint, and the probes as it takes them."""
+    if not checkpoint.has_head:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.info.ref} has no task head, so occlusion has no logit to "
+            "watch; audit a classifier"
+        )
+    settings = settings or CaptureSettings()
+    wanted = targets_by_probe(targets, probes)
+    encoded = _encode(checkpoint, probes, settings)
+    return _Question(checkpoint, settings, _read_rows(checkpoint, encoded, row), wanted), encoded
 
 
 def _empty(item: Encoded, weights: NDArray[np.floating[Any]]) -> str | None:
@@ -233,6 +280,21 @@ class _Question:
                 if item.probe.id in scores
             }
         return found
+
+    def variants(
+        self, item: Encoded, score: Score, masks: NDArray[np.floating[Any]], replacement: int | None
+    ) -> NDArray[np.float64]:
+        """Return the value of one probe's score under each mask (mask, n)."""
+        if not len(masks):
+            return np.zeros(0)
+        different, places = np.unique(masks, axis=0, return_inverse=True)
+        probes = [replace(item.probe, id=f"{item.probe.id} {i}") for i in range(len(different))]
+        named = [
+            replace(occluded(item, mask, replacement), probe=probe)
+            for mask, probe in zip(different, probes, strict=True)
+        ]
+        found = self.values(named, {probe.id: score for probe in probes})
+        return np.array([found[probe.id] for probe in probes])[places]
 
     def _batches(self, encoded: Sequence[Encoded]) -> Iterator[tuple[list[Encoded], Any, Tensor]]:
         """Yield batches, what the model returns for them, and the rows that are read."""

@@ -6,14 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from audit._method_parameters import TARGETED, check_method
+from audit._method_parameters import ATTRIBUTION, TARGETED, check_method
 from audit.errors import ConfigError
 from audit.records import Method
 
 ROLLOUT, RAW, PER_HEAD, FLOW = "rollout", "raw_attention", "per_head_rollout", "attention_flow"
 VALUE_AWARE = frozenset({"norms", "globenc", "alti", "value_zeroing"})
-ATTRIBUTION = frozenset({"input_x_gradient", "integrated_gradients", "occlusion"})
+SAMPLES: Mapping[str, int] = {"shap": 25, "lime": 500}
+"""Orders of the positions for SHAP, perturbed inputs for LIME."""
 MEASURED = "measured"
+__all__ = ["ATTRIBUTION", "FLOW", "MEASURED", "PER_HEAD", "RAW", "ROLLOUT", "VALUE_AWARE", "FoldSettings"]
 _FUSION = ("head_fusion", "discard_ratio", "discard_below", "top_k")
 
 
@@ -29,6 +31,8 @@ class FoldSettings:
     same_head: bool = False
     form: Literal["relevance", "product"] = "relevance"
     steps: int = 32
+    samples: int | None = None
+    seed: int = 0
     max_seconds: float = 300.0
     head_weights: tuple[tuple[float, ...], ...] | None = None
     fusion: Mapping[str, Any] = field(default_factory=dict)
@@ -67,6 +71,8 @@ class FoldSettings:
             same_head=bool(given.get("same_head", False)),
             form=form,
             steps=int(given.get("steps", defaults.steps)),
+            samples=None if given.get("samples") is None else int(given["samples"]),
+            seed=int(given.get("seed", defaults.seed)),
             max_seconds=float(given.get("max_seconds", defaults.max_seconds)),
             head_weights=None if weights is None else tuple(tuple(map(float, row)) for row in weights),
             fusion={key: given[key] for key in _FUSION if key in given},
@@ -76,6 +82,10 @@ class FoldSettings:
     def needs_target(self) -> bool:
         """Return whether the method explains one logit."""
         return self.method in TARGETED
+
+    def samples_of(self) -> int:
+        """Return how many samples the method draws for each probe."""
+        return SAMPLES[self.method] if self.samples is None else self.samples
 
     def residual_of(self, layer: int) -> float:
         """Return the weight of the identity at `layer` (counted from 0)."""

@@ -8,11 +8,13 @@ from pathlib import Path
 
 from audit.config import AuditConfig
 from audit.errors import NothingEvaluatedError
+from audit.faithfulness import Score
 from audit.gate import evaluate_gate
 from audit.pipeline.approve import apply_approvals, demand_signatures, signers_of
 from audit.pipeline.capture import capture_all
 from audit.pipeline.compare import Statistics, compare_runs, outline
 from audit.pipeline.confirm import confirm_regions
+from audit.pipeline.faithfulness import Measured, measure_faithfulness, with_faithfulness
 from audit.pipeline.floor import freeze_floor
 from audit.pipeline.map_measures import MEASURES
 from audit.pipeline.plan import Progress, plan_audit
@@ -39,7 +41,7 @@ def run_audit(
     allow : tuple of str
         ``inconclusive`` and ``mismatch``; recorded in the verdict.
     confirm : bool, optional
-        Overrides ``report.confirm``.
+        Overrides ``report.confirm``. Faithfulness is measured where ``[faithfulness]`` asks for it.
 
     Returns
     -------
@@ -58,6 +60,7 @@ def run_audit(
         progress=progress,
         allow=allow,
         confirm=config.report.confirm if confirm is None else confirm,
+        measure=bool(config.faithfulness.probes),
     )
 
 
@@ -79,6 +82,7 @@ def gate_runs(
     progress: Progress | None = None,
     allow: tuple[str, ...] = (),
     confirm: bool = False,
+    measure: bool = False,
 ) -> Verdict:
     """Compare the stored runs of a configuration and judge them.
 
@@ -89,6 +93,8 @@ def gate_runs(
     allow : tuple of str
     confirm : bool
         Occlude failing regions on both checkpoints, which needs torch and the checkpoints.
+    measure : bool
+        Measure the faithfulness that ``[faithfulness]`` asks for, which needs them too.
 
     Returns
     -------
@@ -104,33 +110,50 @@ def gate_runs(
     signers = signers_of(config)
     runs, statistics = audit_runs(config, store), _statistics(config)
     planned = demand_signatures(config, outline(**vars(runs), statistics=statistics))
-    stored = _stored(store, planned, policy, confirm=confirm)
+    stored = _stored(
+        store, planned, with_faithfulness(config, planned), policy, confirm=confirm, measure=measure
+    )
     if stored is not None:
         return apply_approvals(store, planned, stored, signers=signers)
     if progress is not None:
         progress("compare", 0, 1)
     comparison = demand_signatures(config, compare_runs(**vars(runs), statistics=statistics))
-    verdict = evaluate_gate(comparison, policy)
+    measured = Measured()
+    if measure:
+        measured = measure_faithfulness(config, comparison, progress=progress)
+        comparison = replace(with_faithfulness(config, comparison), faithfulness=measured.summary)
+    verdict = replace(evaluate_gate(comparison, policy), notes=measured.notes)
     if confirm and verdict.outcome is Outcome.FAIL:
         found, notes = confirm_regions(config, verdict, progress=progress)
         comparison = with_confirmations(comparison, found)
-        verdict = replace(evaluate_gate(comparison, policy), notes=notes)
+        verdict = replace(evaluate_gate(comparison, policy), notes=(*measured.notes, *notes))
     if progress is not None:
         progress("compare", 1, 1)
-    verdict = replace(verdict, comparison_id=publish(store, comparison, verdict))
+    verdict = replace(verdict, comparison_id=publish(store, comparison, verdict, measured.scores))
     return apply_approvals(store, comparison, verdict, signers=signers)
 
 
-def _stored(store: Store, comparison: Comparison, policy: Policy, *, confirm: bool) -> Verdict | None:
-    """Return the verdict of the same audit where it is stored already: an audit done twice does nothing."""
-    confirmed = comparison_id(with_confirmations(comparison, ()), policy)
-    plain = comparison_id(comparison, policy)
-    for identifier in (confirmed, plain):
-        verdict = store.verdict(identifier) if store.has_comparison(identifier) else None
-        if verdict is not None and (
-            identifier == confirmed or not confirm or verdict.outcome is not Outcome.FAIL
-        ):
-            return verdict
+def _stored(
+    store: Store,
+    comparison: Comparison,
+    measured: Comparison,
+    policy: Policy,
+    *,
+    confirm: bool,
+    measure: bool,
+) -> Verdict | None:
+    """Return the verdict of the same audit where it is stored already: an audit done twice does nothing.
+
+    One that was confirmed and `measured` for faithfulness comes before one that was not.
+    """
+    for one in (measured,) if measure else (measured, comparison):
+        confirmed = comparison_id(with_confirmations(one, ()), policy)
+        for identifier in (confirmed, comparison_id(one, policy)):
+            verdict = store.verdict(identifier) if store.has_comparison(identifier) else None
+            if verdict is not None and (
+                identifier == confirmed or not confirm or verdict.outcome is not Outcome.FAIL
+            ):
+                return verdict
     return None
 
 
@@ -160,7 +183,8 @@ def gate_comparison(
     policy = with_allowed(verdict.policy, allow)
     judged = replace(evaluate_gate(comparison, policy), notes=verdict.notes)
     if policy != verdict.policy:  # what was allowed is recorded, under an id of its own
-        judged = replace(judged, comparison_id=publish(store, comparison, judged))
+        scores = [Score(**row) for row in store.comparison_faithfulness(comparison_id)]
+        judged = replace(judged, comparison_id=publish(store, comparison, judged, scores))
     else:
         judged = replace(judged, comparison_id=comparison_id)
     return apply_approvals(store, comparison, judged, signers=signers)

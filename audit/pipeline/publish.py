@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from audit.config import DEFAULT_MEASURES, AuditConfig
+from audit.faithfulness import Score
 from audit.pipeline.agreement import agreement_notes
 from audit.pipeline.compare import in_common
 from audit.pipeline.examples import example_maps
@@ -22,9 +24,12 @@ from audit.report import ReportContext, to_html
 from audit.store import Store
 
 
-def publish(store: Store, comparison: Comparison, verdict: Verdict | None) -> str:
-    """Store a comparison, its verdict where there is one, and its per-probe table; return its id."""
-    return store.write_comparison(comparison, verdict, probe_table(store, comparison))
+def publish(
+    store: Store, comparison: Comparison, verdict: Verdict | None, faithfulness: Sequence[Score] = ()
+) -> str:
+    """Store a comparison, its verdict where there is one, and its tables of single probes; return its id."""
+    rows = map(vars, faithfulness)
+    return store.write_comparison(comparison, verdict, probe_table(store, comparison), faithfulness=rows)
 
 
 def write_html(

@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from audit.errors import AuditError, NothingEvaluatedError, StoreError
+from audit.faithfulness import Score
 from audit.gate import evaluate_gate
 from audit.pipeline.compare import Statistics, compare_runs
+from audit.pipeline.faithfulness import summary_of
 from audit.pipeline.runs import RunData, read_run
 from audit.records import Cell, Comparison, RunRef, Verdict
 from audit.serialize import to_json
@@ -145,6 +147,7 @@ def _differences(store: Store, name: str) -> list[str]:
     for key in _RECOMPUTED:
         if not _same(to_json(getattr(stored, key)), to_json(getattr(again, key))):
             shown.append(f"{name}: {key} is stored as {getattr(stored, key)}, got {getattr(again, key)}")
+    shown += [f"{name}: {one}" for one in _faithfulness_differences(store, name, stored)]
     if verdict is not None:
         shown += [f"{name}: {one}" for one in _verdict_differences(verdict, again)]
     return shown
@@ -163,7 +166,27 @@ def recompute_comparison(store: Store, stored: Comparison) -> Comparison:
         paired=stored.kind == "paired",
         statistics=Statistics.of(stored),
     )
-    return replace(again, confirmations=stored.confirmations, settings=settings, id=stored.id)
+    return replace(
+        again,
+        confirmations=stored.confirmations,
+        faithfulness=stored.faithfulness,
+        settings=settings,
+        id=stored.id,
+    )
+
+
+def _faithfulness_differences(store: Store, name: str, stored: Comparison) -> Iterator[str]:
+    """Yield how what is told of faithfulness differs from what its scores of single probes give."""
+    scores = [Score(**row) for row in store.comparison_faithfulness(name)]
+    again = summary_of(scores, stored, store)
+    if len(again) != len(stored.faithfulness):
+        yield f"faithfulness of {len(stored.faithfulness)} maps is stored, computed again {len(again)}"
+    for one, two in zip(stored.faithfulness, again, strict=False):
+        old, new = to_json(one), to_json(two)
+        for key in old:
+            if not _same(old[key], new[key]):
+                where = f"{key} of the faithfulness of {one.method} {one.role}"
+                yield f"{where} is stored as {old[key]}, computed again it is {new[key]}"
 
 
 def _run(store: Store, ref: RunRef | None) -> RunData:

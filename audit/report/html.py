@@ -11,6 +11,7 @@ from audit.records import Cell, CheckpointInfo, Comparison, RunRef, Verdict
 from audit.report import facts, rows
 from audit.report.context import ReportContext
 from audit.report.examples import Example
+from audit.report.faithful import faithful_rows
 from audit.report.forest import forests
 from audit.report.heat import heat_map
 from audit.report.maps import drawing
@@ -207,6 +208,7 @@ def _page(
         "heat": heat_map(comparison) if comparison is not None else None,
         "cells": _cells(comparison, verdict, cell_cap),
         "confirmations": _confirmations(comparison, verdict),
+        "faithful": faithful_rows(comparison)[:ENTRIES_SHOWN],
         "predictions": facts.predictions(comparison),
         "changes": _changes(comparison),
         "provenance": _provenance(comparison, verdict, context),

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from audit.records import Comparison, Verdict
 from audit.report import facts, rows
 from audit.report.context import ReportContext
+from audit.report.faithful import faithful_sentences
 from audit.report.wording import clean, clip
 
 ROWS_SHOWN = 100
@@ -128,6 +129,7 @@ def to_markdown(
     lines += _rules(verdict) + _others(comparison, verdict)
     confirmed = rows.confirmations(comparison, verdict)[:ROWS_SHOWN]
     lines += _list("Confirmation by occlusion", [rows.confirmation_sentence(found) for found in confirmed])
+    lines += _list("Faithfulness of the maps", faithful_sentences(comparison))
     lines += _list("Predictions", facts.predictions(comparison))
     settle = [f"{place}: {needed}" for place, needed in rows.to_settle(verdict)[:ROWS_SHOWN]]
     lines += _list("What would settle it", settle)

@@ -211,6 +211,8 @@ def _notes(found: RuleVerdict) -> tuple[str, ...]:
     if found.confirmation is not None:
         word = "Confirmed" if found.confirmation.confirmed else "Not confirmed"
         notes.append(f"{word} by occlusion.")
+    if found.unproven is not None and "reliance unproven" not in found.sentence:
+        notes.append(f"Map changed, reliance unproven: {found.unproven}.")
     if found.needed:
         notes.append(f"To settle it: {found.needed.rstrip('.')}.")
     if found.approved_by:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from audit.records import Comparison, Verdict
 from audit.report import facts, rows
 from audit.report.context import ReportContext
+from audit.report.faithful import faithful_sentences
 from audit.report.terminal import STYLES, bullets, console, table, written
 from audit.report.wording import MISSING, clean, clip
 
@@ -108,6 +109,7 @@ def to_text(
     _print_others(screen, comparison, verdict)
     confirmed = [rows.confirmation_sentence(c) for c in rows.confirmations(comparison, verdict)]
     _print_list(screen, "Confirmation by occlusion", confirmed)
+    _print_list(screen, "Faithfulness of the maps", faithful_sentences(comparison))
     _print_list(screen, "Predictions", facts.predictions(comparison))
     settle = [f"{place}: {needed}" for place, needed in rows.to_settle(verdict)]
     _print_list(screen, "What would settle the INCONCLUSIVE rules", settle)

@@ -256,7 +256,12 @@ class Store:
     # --- comparisons ---
 
     def write_comparison(
-        self, comparison: Comparison, verdict: Verdict | None, probes: Mapping[str, Any] | pl.DataFrame
+        self,
+        comparison: Comparison,
+        verdict: Verdict | None,
+        probes: Mapping[str, Any] | pl.DataFrame,
+        *,
+        faithfulness: Iterable[Mapping[str, Any]] = (),
     ) -> str:
         """Store a comparison with its verdict, log both, and return its id.
 
@@ -268,13 +273,15 @@ class Store:
         probes : mapping of columns, or polars.DataFrame
             One row per probe × stream × region; columns ``probe_id``, ``stream``, ``region`` and any
             measures. Null where a measure is undefined, never NaN.
+        faithfulness : iterable of mappings
+            Rows of the table ``faithfulness``, where it was measured.
 
         Raises
         ------
         StoreError
             When a number is NaN or infinite, naming it.
         """
-        return _comparisons.write(self.root, comparison, verdict, probes)
+        return _comparisons.write(self.root, comparison, verdict, probes, faithfulness)
 
     def has_comparison(self, comparison_id: str) -> bool:
         """Return whether the comparison is stored."""
@@ -304,6 +311,11 @@ class Store:
         """Return the comparison's rows per probe × stream × region."""
         manifest = self._comparisons.manifest(comparison_id)
         return read_frame(self._comparisons.paths(manifest, "probes"), "probes")
+
+    def comparison_faithfulness(self, comparison_id: str) -> list[dict[str, Any]]:
+        """Return the rows of the table ``faithfulness``; empty where it was not measured."""
+        manifest = self._comparisons.manifest(comparison_id)
+        return read_frame(self._comparisons.paths(manifest, "faithfulness"), "faithfulness").to_dicts()
 
     # --- approvals and the log ---
 

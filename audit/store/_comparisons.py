@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -65,7 +65,11 @@ def _identity(run: RunRef | None) -> list[str | None] | None:
 
 
 def write(
-    root: Path, comparison: Comparison, verdict: Verdict | None, probes: Mapping[str, Any] | pl.DataFrame
+    root: Path,
+    comparison: Comparison,
+    verdict: Verdict | None,
+    probes: Mapping[str, Any] | pl.DataFrame,
+    faithfulness: Iterable[Mapping[str, Any]] = (),
 ) -> str:
     """Store a comparison and its verdict as one directory, renamed into place; return its id.
 
@@ -82,7 +86,7 @@ def write(
     with writing(parent):
         if not (target / MANIFEST).exists():
             with scratch_directory(parent) as scratch:
-                files = _write_files(scratch, comparison, records, table)
+                files = _write_files(scratch, comparison, records, table, list(faithfulness))
                 content = _content(name, comparison, verdict, files)
                 create_file(scratch / MANIFEST, seal(content, provenance()))
                 _rename(scratch, target)
@@ -101,7 +105,11 @@ def _records(name: str, comparison: Comparison, verdict: Verdict | None) -> dict
 
 
 def _write_files(
-    scratch: Path, comparison: Comparison, records: dict[str, dict[str, Any]], table: Any
+    scratch: Path,
+    comparison: Comparison,
+    records: dict[str, dict[str, Any]],
+    table: Any,
+    faithfulness: list[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
     files = []
     for name, record in records.items():
@@ -112,6 +120,9 @@ def _write_files(
     with open_parquet(scratch / "probes.parquet", table.schema) as writer:
         writer.write_table(table)
     rows["probes"] = table.num_rows
+    if faithfulness:
+        path = scratch / "faithfulness.parquet"
+        rows["faithfulness"] = write_rows(path, "faithfulness", map(dict, faithfulness))
     for name, count in rows.items():
         path = scratch / f"{name}.parquet"
         sync_file(path)

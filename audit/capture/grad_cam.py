@@ -1,0 +1,72 @@
+"""Grad-CAM at the input of an attention layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from audit.capture.inputs import core_model
+from audit.capture.layers import plan_capture
+from audit.capture.question import Question, differentiable
+from audit.capture.threads import own_thread
+from audit.errors import CaptureError, ConfigError
+
+
+def grad_cam(question: Question, layer: int) -> Tensor:
+    r"""Return the class activation map of one probe at the input of an attention layer: (position,).
+
+    .. math:: M_j = \Big( \sum_k \alpha_k H_{jk} \Big)^+, \qquad \alpha_k = \frac{1}{n} \sum_j
+        \frac{\partial f}{\partial H_{jk}}
+
+    (Selvaraju et al., ICCV 2017, eqs. 1 and 2), with the features H (position, feature) that the layer's
+    attention takes in the place of feature maps of a convolution: the last place at which every position
+    of a transformer still speaks to the output. One forward and one backward pass.
+
+    Can tell which positions look, by that depth, like the direction that favours the target. Cannot tell
+    what single positions say where their gradients differ, since α is one for all; positions of a late
+    layer no longer stand for the input position they are named by.
+
+    Raises
+    ------
+    ConfigError
+        When there is no such layer.
+    CaptureError
+        When the layer does not take one row of features for each position.
+    """
+    inputs, _, forward, others = differentiable(question)
+    (item,) = question.batch
+    with torch.enable_grad(), _attention_inputs(core_model(question.checkpoint.model)) as seen:
+        score = forward(inputs, *others)
+        if not -len(seen) <= layer < len(seen):
+            raise ConfigError(
+                f"[method] layer = {layer}, but the checkpoint has {len(seen)} attention layers; give one "
+                "of them"
+            )
+        features = seen[layer]
+        if features.dim() != 3 or features.shape[1] != len(item) or not features.requires_grad:
+            raise CaptureError(
+                f"attention layer {layer} takes features of shape {tuple(features.shape)} for {len(item)} "
+                "positions, so Grad-CAM has no map; use another method"
+            )
+        (gradient,) = torch.autograd.grad(score.sum(), features)
+    slopes = gradient.double().mean(dim=1, keepdim=True)
+    return (slopes * features.detach().double()).sum(dim=-1).clamp_min(0)[0]
+
+
+@contextmanager
+def _attention_inputs(core: Any) -> Iterator[list[Tensor]]:
+    """Keep what each attention layer takes, call by call."""
+    seen: list[Tensor] = []
+
+    def note(_module: nn.Module, args: Any, kwargs: Any) -> None:
+        seen.append(next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)))
+
+    with ExitStack() as stack:
+        for module in plan_capture(core).modules().values():
+            handle = module.register_forward_pre_hook(own_thread(note), with_kwargs=True)
+            stack.callback(handle.remove)
+        yield seen

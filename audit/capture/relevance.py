@@ -1,0 +1,218 @@
+r"""Layer-wise relevance propagation for transformers, as one backward pass with some factors held fixed.
+
+Relevance of an input is its value times the gradient of a model in which attention weights, the spread
+that norms divide by, and the slope y/x of activations are constants (CP-LRP: Ali et al., ICML 2022, arXiv
+2202.07304; activations and products as in AttnLRP: Achtibat et al., ICML 2024, arXiv 2402.05602). Of a
+product of two activations each factor gets half. What is left is linear in the inputs and in every
+constant that is added (biases, position embeddings), so that the score is exactly their sum:
+
+.. math:: f = \sum_i x_i \frac{\partial f}{\partial x_i} + \sum_b b \frac{\partial f}{\partial b}
+
+This is checked for every probe: a model with a step that no rule covers is refused. The other published
+rule for attention weights (AttnLRP's, which lets relevance through the softmax) keeps no such sum, so it
+could not be checked and is not offered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from audit.capture.inputs import core_model
+from audit.capture.question import CONVERGED, Question, by_position, differentiable
+from audit.capture.threads import own_thread
+from audit.errors import CaptureError
+
+CONSERVED = 1e-3
+"""Largest error of the sum in float32, as a part of the sum of sizes; half precision may have CONVERGED."""
+
+_ADDED = ("token", "embed", "position")
+"""Parts of the names of parameters that a model adds to its inputs (class tokens, position embeddings)."""
+
+
+def relevance(question: Question) -> tuple[Tensor, float]:
+    """Return |relevance| of each position of one probe: (position,), and the error of the conserved sum.
+
+    One forward and one backward pass.
+
+    Can tell how the logit divides over the positions along the values that attention carries, the
+    weights of attention taken as they are. Cannot tell why attention weighs them so (nothing flows
+    through queries and keys), nor the share of biases and position embeddings, which is left out.
+
+    Raises
+    ------
+    CaptureError
+        When the relevances and the added constants do not give the score: some step has no rule.
+    """
+    core = core_model(question.checkpoint.model)
+    inputs, _, forward, others = differentiable(question)
+    with torch.enable_grad(), _only_added(core) as added, conserving(core):
+        score = forward(inputs, *others).sum()
+        found: tuple[Tensor | None, ...] = torch.autograd.grad(score, [inputs, *added], allow_unused=True)
+    if found[0] is None:
+        return question.read.new_zeros(len(question.batch[0]), dtype=torch.float64), 0.0
+    parts = inputs.detach().double() * found[0].double()
+    constants = [
+        (b.detach().double() * g.double()).sum()
+        for b, g in zip(added, found[1:], strict=True)
+        if g is not None
+    ]
+    total = float(parts.sum() + sum(constants))
+    sizes, whole = by_position(parts, question.batch[0]), float(score.detach())
+    error = abs(total - whole) / max(float(sizes.sum()), abs(whole), 1e-30)
+    _check(question, error, inputs.dtype)
+    return sizes, error
+
+
+def _check(question: Question, error: float, dtype: torch.dtype) -> None:
+    allowed = CONSERVED if dtype in (torch.float32, torch.float64) else CONVERGED
+    name = type(core_model(question.checkpoint.model)).__name__
+    if not error <= allowed:
+        raise CaptureError(
+            f"probe {question.batch[0].probe.id}: relevances miss the target logit by {error:.1%}, allowed "
+            f"{allowed:.1%}, so {name} has a step that LRP has no rule for; use "
+            " input_x_gradient or integrated_gradients"
+        )
+
+
+@contextmanager
+def _only_added(core: Any) -> Iterator[list[Tensor]]:
+    """Let gradients reach, of all parameters, only those that are added; put every flag back."""
+    flags = [(parameter, parameter.requires_grad) for parameter in core.parameters()]
+    table, added = core.get_input_embeddings(), []
+    for module in core.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            is_table = module is table and isinstance(module, nn.Embedding)
+            if not is_table and (
+                name.endswith("bias") or isinstance(module, nn.Embedding) or any(p in name for p in _ADDED)
+            ):
+                added.append(parameter)
+    unique = list({id(parameter): parameter for parameter in added}.values())
+    try:
+        for parameter, _ in flags:
+            parameter.requires_grad_(False)
+        for parameter in unique:
+            parameter.requires_grad_(True)
+        yield unique
+    finally:
+        for parameter, flag in flags:
+            parameter.requires_grad_(flag)
+
+
+# --- the rules --------------------------------------------------------------------------------
+
+
+@contextmanager
+def conserving(model: nn.Module) -> Iterator[None]:
+    """Run what this thread computes with the rules of LRP in force; values stay as they are."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            if _is_activation(module):
+                stack.callback(module.register_forward_hook(own_thread(_activation_hook)).remove)
+        stack.enter_context(_Rules())
+        yield
+
+
+def _is_activation(module: nn.Module) -> bool:
+    home = type(module).__module__
+    known = home in ("transformers.activations", "torch.nn.modules.activation")
+    return known and not any(True for _ in module.parameters()) and not isinstance(module, nn.Softmax)
+
+
+def _activation_hook(_module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return _as_slope(args[0], output)
+
+
+def _as_slope(given: Tensor, output: Tensor) -> Tensor:
+    """Return `output` as `given` times a constant slope (0 where `given` is 0)."""
+    with torch.no_grad():
+        slope = torch.where(given == 0, torch.zeros_like(output), output / given)
+        rest = output - given * slope
+    return given * slope + rest
+
+
+class _Rules(TorchFunctionMode):
+    """Calls the rule of each function of torch that has one, on this thread alone."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        rule = _RULES.get(getattr(func, "__name__", ""))
+        options = dict(kwargs or {})
+        return func(*args, **options) if rule is None else rule(func, list(args), options)
+
+
+def _varies(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _held(func: Callable[..., Any], args: list[Any], options: dict[str, Any]) -> Any:
+    """Hold the result fixed: attention weights, gates, the spread of a norm."""
+    return func(*args, **options).detach()
+
+
+def _attention(func: Callable[..., Any], args: list[Any], options: dict[str, Any]) -> Any:
+    """Hold the weights of fused attention fixed, which is to hold queries, keys and masks."""
+    args = [a.detach() if i != 2 and isinstance(a, Tensor) else a for i, a in enumerate(args)]
+    options = {k: v.detach() if k != "value" and isinstance(v, Tensor) else v for k, v in options.items()}
+    return func(*args, **options)
+
+
+def _product(func: Callable[..., Any], args: list[Any], options: dict[str, Any]) -> Any:
+    """Give each factor of a product of two activations half."""
+    if len(args) < 2 or not (_varies(args[0]) and _varies(args[1])):
+        return func(*args, **options)
+    one, two = args[:2]
+    halves = func(one.detach(), two, *args[2:], **options) + func(one, two.detach(), *args[2:], **options)
+    return halves / 2
+
+
+def _quotient(func: Callable[..., Any], args: list[Any], options: dict[str, Any]) -> Any:
+    """Hold what is divided by fixed."""
+    if len(args) > 1 and _varies(args[1]) and _varies(args[0]):
+        args[1] = args[1].detach()
+    return func(*args, **options)
+
+
+def _slope(func: Callable[..., Any], args: list[Any], options: dict[str, Any]) -> Any:
+    return _as_slope(args[0], func(*args, **options)) if args else func(*args, **options)
+
+
+def _layer_norm(_func: Callable[..., Any], args: list[Any], options: dict[str, Any]) -> Any:
+    """Hold the standard deviation fixed; the mean is subtracted as it is."""
+    names = ("input", "normalized_shape", "weight", "bias", "eps")
+    given = {"weight": None, "bias": None, "eps": 1e-5, **dict(zip(names, args, strict=False)), **options}
+    axes = tuple(range(-len(given["normalized_shape"]), 0))
+    centred = given["input"] - given["input"].mean(dim=axes, keepdim=True)
+    spread = (centred.detach().square().mean(dim=axes, keepdim=True) + given["eps"]).sqrt()
+    return _scaled(centred / spread, given["weight"], given["bias"])
+
+
+def _rms_norm(func: Callable[..., Any], args: list[Any], options: dict[str, Any]) -> Any:
+    given = args[0] if args else options["input"]
+    return _as_slope(given, func(*args, **options))
+
+
+def _scaled(normed: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    weighted = normed if weight is None else normed * weight
+    return weighted if bias is None else weighted + bias
+
+
+_RULES: dict[str, Callable[..., Any]] = {
+    "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+    "scaled_dot_product_attention": _attention,
+    **dict.fromkeys(("softmax", "sigmoid", "rsqrt"), _held),
+    **dict.fromkeys(("gelu", "silu", "tanh", "elu", "mish", "leaky_relu", "hardswish"), _slope),
+    **dict.fromkeys(("mul", "multiply", "__mul__", "__rmul__", "matmul", "__matmul__", "bmm"), _product),
+    **dict.fromkeys(("div", "true_divide", "__truediv__"), _quotient),
+}

@@ -1,0 +1,127 @@
+"""SHAP and LIME: what is learnt from inputs of which some positions are occluded at random.
+
+Both ask the same game: a set of positions is kept, the others are occluded as in
+:mod:`audit.capture.occlusion`, and the value of the set is the target logit. Special positions stay and
+are no players, so they get nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from audit.capture.occlusion import occluded, replacement_token
+from audit.capture.question import Question, require_captum
+from audit.errors import CaptureError
+
+KERNEL_WIDTH = 0.25
+"""Of LIME's kernel on the cosine distance, as in its authors' code for text (25 on a scale of 100)."""
+RIDGE = 1.0
+ADDS_UP = 1e-4
+"""Largest error of the sum of Shapley values, relative to the sum of their sizes; it is rounding alone."""
+
+
+def shapley(question: Question, samples: int, seed: int) -> tuple[Tensor, float]:
+    r"""Return |Shapley value| of each position of one probe: (position,), and the error of their sum.
+
+    .. math:: \phi_i = \frac{1}{m} \sum_{\pi} f(\pi_{<i} \cup \{i\}) - f(\pi_{<i})
+
+    over m = `samples` random orders of the positions (Castro, Gómez & Tejada, Computers & OR 36, 2009;
+    the game of SHAP, Lundberg & Lee, NeurIPS 2017), by Captum's ``ShapleyValueSampling``. Every order
+    adds up to f(all) − f(none), so the mean does; for a game that is a sum of single positions one order
+    is exact. `samples` × positions + 2 forward passes.
+
+    Can tell how the difference to the wholly occluded input divides over positions when they interact.
+    Cannot tell what the logit does on inputs that people write: nearly all sets are such as no one would.
+
+    Raises
+    ------
+    CaptureError
+        When the values do not add up, which means that the model does not repeat itself.
+    """
+    require_captum()
+    from captum.attr import ShapleyValueSampling
+
+    places, value = _game(question)
+    if not len(places):
+        return _spread(question, places, torch.zeros(0, dtype=torch.float64)), 0.0
+    kept = torch.ones(1, len(places), dtype=torch.float64)
+    with _seeded(seed):
+        found = ShapleyValueSampling(value).attribute(
+            kept, n_samples=samples, perturbations_per_eval=question.rows_at_once(len(question.batch[0]))
+        )[0]
+    total = float((value(kept) - value(torch.zeros_like(kept)))[0])
+    error = abs(float(found.sum()) - total) / max(float(found.abs().sum()), abs(total), 1e-30)
+    if error > ADDS_UP:
+        raise CaptureError(
+            f"probe {question.batch[0].probe.id}: Shapley values miss their sum by {error:.1e}, allowed "
+            f"{ADDS_UP:g}; load the checkpoint in float32"
+        )
+    return _spread(question, places, found.abs()), error
+
+
+def lime(question: Question, samples: int, seed: int) -> Tensor:
+    r"""Return |weight| of each position in a linear model of the target logit: (position,).
+
+    .. math:: \min_w \sum_z e^{-d(z)^2 / 2 \sigma^2} (f(z) - w \cdot z - b)^2 + \lambda |w|^2
+
+    over `samples` random sets z, each position kept with chance ½, d the cosine distance to the whole
+    input, σ = 0.25 and λ = 1 (Ribeiro, Singh & Guestrin, KDD 2016), by Captum's ``Lime`` with
+    scikit-learn's ridge regression. `samples` forward passes.
+
+    Can tell which positions a linear model needs to follow the logit around this input. Cannot tell
+    interactions, and the noise of its sample is in every weight: another seed gives other weights.
+    """
+    require_captum()
+    from captum._utils.models.linear_model import SkLearnRidge
+    from captum.attr import Lime
+    from captum.attr._core.lime import get_exp_kernel_similarity_function
+
+    places, value = _game(question)
+    if not len(places):
+        return _spread(question, places, torch.zeros(0, dtype=torch.float64))
+    near = get_exp_kernel_similarity_function("cosine", kernel_width=KERNEL_WIDTH)
+    method = Lime(value, interpretable_model=SkLearnRidge(alpha=RIDGE), similarity_func=near)
+    with _seeded(seed):
+        found = method.attribute(
+            torch.ones(1, len(places), dtype=torch.float64),
+            n_samples=samples,
+            perturbations_per_eval=question.rows_at_once(len(question.batch[0])),
+        )[0]
+    return _spread(question, places, found.abs())
+
+
+def _game(question: Question) -> tuple[np.ndarray, Callable[[Tensor], Tensor]]:
+    """Return the positions that play, and the target logit as a function of which are kept (set, player)."""
+    (item,) = question.batch
+    _, token = replacement_token(question.checkpoint, [item])
+    places = np.flatnonzero(~item.positions.special)
+    size = question.rows_at_once(len(item))
+
+    def value(kept: Tensor) -> Tensor:
+        masks = np.zeros((len(kept), len(item)))
+        masks[:, places] = 1 - kept.detach().cpu().numpy()
+        variants = [occluded(item, mask, token) for mask in masks]
+        with torch.no_grad():
+            parts = [question.scores(variants[i : i + size]) for i in range(0, len(variants), size)]
+        return torch.cat(parts).cpu()
+
+    return places, value
+
+
+def _spread(question: Question, places: np.ndarray, values: Tensor) -> Tensor:
+    found = question.read.new_zeros(len(question.batch[0]), dtype=torch.float64)
+    found[torch.from_numpy(places).to(found.device)] = values.to(found)
+    return found
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Fix the random state of the CPU, which Captum draws from, and put it back."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
