@@ -10,6 +10,7 @@ import pytest
 import typer
 
 from audit.cli import app
+from tests.synthetic import World
 
 TEXT = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^ *```sh\n(.*?)^ *```", TEXT, re.DOTALL | re.MULTILINE)
@@ -35,12 +36,15 @@ def test_documented_command_parses(line):
 
 
 def test_documented_removal_runs(tmp_path, monkeypatch, capsys):
-    lines = [line for line in LINES if line.startswith("python -c ")]
+    lines = [line for line in COMMANDS if line.startswith("audit gc ")]
     assert len(lines) == 2
+    world = World(tmp_path, n=2)
+    world.config(world.run("base", 0.25), world.run("after", 0.3))
     monkeypatch.chdir(tmp_path)
     for line in lines:
-        exec(shlex.split(line)[2])
-    assert capsys.readouterr().out.strip() == ""
+        app(arguments(line)[1:], standalone_mode=False)
+    assert "0 removed, 2 runs stay" in capsys.readouterr().out
+    assert len(world.store.run_ids()) == 2
 
 
 def test_documented_settings_are_ones_that_prefect_has(monkeypatch):
