@@ -19,7 +19,7 @@ from audit.errors import AuditError, CaptureError, CheckpointError, ProbeError
 from audit.faithfulness import GRID, Score, agreement, curve_scores, masks, ranking, summarise
 from audit.pipeline.confirm import obstacle, question_of
 from audit.pipeline.loader import LOADER
-from audit.pipeline.plan import Progress, RunPlan, load_probes, plan_run, target_of
+from audit.pipeline.plan import Progress, RunPlan, load_probes, plan_run
 from audit.pipeline.runs import read_annotations
 from audit.records import Checkpoint, Comparison, Faithfulness, Map, Method, Probe
 from audit.store import Store
@@ -131,7 +131,7 @@ class _Subject:
 
         spec = self.plan.spec
         settings = replace(spec.settings, layer_maps=False)
-        target = target_of(spec.target) or "label"
+        target = question_of(self.plan)["targets"]
         found = capture(self.checkpoint, self.probes, method=method, settings=settings, target=target)
         return {one.maps[0].probe_id: one.maps[0] for one in found}
 
