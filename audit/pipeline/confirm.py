@@ -142,7 +142,10 @@ def _effects(plan: RunPlan, region: Region) -> _Effect | str:
 
         if not checkpoint.has_head:
             return "the checkpoint has no task head, so there is no logit to watch"
-        weights = [_weights(region, one, probe) for one, probe in _positions(plan, probes)]
+        placed = _positions(plan, probes)
+        if placed is None:
+            return "the maps have several streams, and occlusion is defined for one"
+        weights = [_weights(region, one, probe) for one, probe in placed]
         try:
             occlusions = occlude(checkpoint, probes, weights, **question_of(plan))
         except ProbeError as error:  # the labels are no classes of this checkpoint
@@ -170,9 +173,12 @@ def _watched(plan: RunPlan) -> Any:
     return kept_answers(Store(plan.store), plan.answers_run or plan.run_id, ids)
 
 
-def _positions(plan: RunPlan, probes: Sequence[Probe]) -> list[tuple[Positions, Probe]]:
-    maps = Store(plan.store).iter_maps(plan.run_id)
-    return [(one.positions, probe) for one, probe in zip(maps, probes, strict=True)]
+def _positions(plan: RunPlan, probes: Sequence[Probe]) -> list[tuple[Positions, Probe]] | None:
+    """Return where the positions of each probe lie, None for maps of several streams."""
+    placed = [(one.stream, one.positions) for one in Store(plan.store).iter_maps(plan.run_id)]
+    if any(stream != "input" for stream, _ in placed):
+        return None
+    return [(positions, probe) for (_, positions), probe in zip(placed, probes, strict=True)]
 
 
 def _weights(region: Region, positions: Positions, probe: Probe) -> np.ndarray:

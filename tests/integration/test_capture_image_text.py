@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,8 @@ from audit.capture.links import feeds
 from audit.capture.pieces import join_pieces
 from audit.capture.positions import image_geometry
 from audit.errors import CaptureError, ConfigError, ProbeError
+from audit.media import save_image
+from audit.pipeline import run_audit
 from audit.records import CaptureSettings, Checkpoint, Map, Method, Probe
 from tests.integration.tiny_image_text import FAMILIES, idefics2, llava, question_probes, qwen3_vl, vilt
 
@@ -451,3 +455,37 @@ def test_pieces_out_of_order_are_refused() -> None:
     np.testing.assert_array_equal(joined.weights[0, 0], np.eye(6))
     with pytest.raises(CaptureError, match="order among its positions cannot be verified"):
         join_pieces(calls[::-1], [projected], [projected])
+
+
+def test_audit_of_two_checkpoints_judges_both_streams_and_says_what_it_cannot_confirm(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    subject = llava()
+    for name, noise in (("before", 0.0), ("after", 0.3)):
+        with torch.no_grad():
+            for parameter in subject.model.parameters():
+                parameter.add_(torch.randn_like(parameter) * noise)
+        subject.model.save_pretrained(tmp_path / name)
+        subject.processor.save_pretrained(tmp_path / name)
+    lines = []
+    for i, probe in enumerate(question_probes(20)):
+        save_image(tmp_path / f"{i}.png", np.asarray(probe.image))
+        regions = {"corner": {"box": [0.5, 0.5, 1.0, 1.0]}}
+        lines.append(
+            json.dumps({"id": f"q-{i}", "text": probe.text, "image": f"{i}.png", "regions": regions})
+        )
+    (tmp_path / "probes.jsonl").write_text("\n".join(lines))
+    (tmp_path / "audit.toml").write_text(
+        '[checkpoints.before]\npath = "before"\n[checkpoints.after]\npath = "after"\n'
+        '[probes]\npath = "probes.jsonl"\n[store]\nurl = "store"\n'
+        '[[gate.rules]]\nregion = "corner"\nkind = "limit"\nfail = 1e-6\n'
+        "[regions]\nopening = { quantile = [0.0, 0.25] }\n"
+        '[[gate.rules]]\nregion = "opening"\nkind = "limit"\nfail = 1e-6\n'
+    )
+    verdict = run_audit(audit.load_config(tmp_path / "audit.toml"))
+    judged = {(rule.region, rule.stream) for rule in verdict.rules}
+    assert {("corner", "image"), ("opening", "image"), ("opening", "text")} <= judged
+    assert verdict.status == "FAIL"
+    assert any("the maps have several streams" in note for note in verdict.notes)
+    store = audit.Store(tmp_path / "store")
+    streams = [one.stream for one in store.iter_maps(store.run_ids()[0])]
+    assert streams == ["image", "text"] * 20
