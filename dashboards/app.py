@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import streamlit as st
 
-from audit.errors import AuditError
-from dashboards import blocks, state, theme
-from dashboards.navigation import choose_page, prepare, share
-
-LOG = logging.getLogger("rollout-audit.dashboard")
+from dashboards import navigation, state, theme
 
 
 def main() -> None:
@@ -20,20 +15,10 @@ def main() -> None:
     st.set_page_config(page_title="rollout-audit", page_icon=icon, layout="wide", initial_sidebar_state=228)
     theme.apply_style()
     state.read_address()
-    chosen = choose_page()
-    try:
-        chosen.run()
-    except AuditError as error:
-        blocks.warn(error)
-    except Exception:
-        LOG.exception("the page %s could not be drawn", chosen.title)
-        st.error(
-            "This page could not be drawn. That is a fault of the dashboard, not of your audit; the "
-            "details stand in the terminal that runs it.",
-            icon=":material/error:",
-        )
-    share()
-    prepare()
+    chosen = navigation.choose_page()
+    navigation.guarded(chosen.run, chosen.title)
+    navigation.share()
+    navigation.prepare()
 
 
 main()

@@ -30,6 +30,16 @@ GLOSSARY = {
     "JS distance": "How far two maps lie apart: 0 is identical, 1 is no overlap at all.",
     "layer": "Layers count from 0, nearest the input; a layer's value includes all layers below it.",
     "confidence": "The part of 1 that the model gives to its answer (softmax over its classes).",
+    "digest": "A fingerprint (SHA-256) of bytes: equal digests mean equal content.",
+    "weights": "The digest of the weights and the adapter alone.",
+    "tokenizer": "The digest of the files that cut an input into pieces.",
+    "revision": "Which version of a model on the hub it was.",
+    "adapter": "A small set of weights on top of a base model (PEFT).",
+    "output row": "Whose attention is followed back to the input; auto is what the model's head reads.",
+    "inputs digest": "The digest of all probe ids and contents, in order.",
+    "annotations": "The digest of labels, groups, segments and annotated regions.",
+    "dtype": "With how many bits the model calculates.",
+    "attention": "Which implementation of attention calculated; auto is the model's own.",
     "rollout": "Attention of all layers multiplied together: which inputs the output draws on.",
 }
 
@@ -85,7 +95,9 @@ def figures(items: Iterable[tuple[str, str, str]]) -> str:
 def facts(items: Iterable[tuple[str, object]]) -> str:
     """Return (name, value) pairs as a list of facts; values are plain text."""
     rows = "".join(
-        f"<dt>{text(name)}</dt><dd{_mono(value)}>{text(value)}</dd>" for name, value in items if value
+        f"<dt>{term(name) if name in GLOSSARY else text(name)}</dt><dd{_mono(value)}>{text(value)}</dd>"
+        for name, value in items
+        if value
     )
     return f'<dl class="facts">{rows}</dl>'
 

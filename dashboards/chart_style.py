@@ -12,6 +12,8 @@ AXIS = 52
 """Pixels that the axis and its title take below a plot."""
 SIGNED = "datum.value == 0 ? '0' : replace(format(datum.value, '+.2~r'), '0.', '.')"
 """Tick labels as the sentences print numbers: +.05."""
+PLAIN = "datum.value == 0 ? '0' : replace(format(datum.value, '.3~r'), '0.', '.')"
+"""The same for numbers without a sign: .05."""
 
 
 def finish(chart: alt.LayerChart, height: int, colours: Palette) -> alt.LayerChart:

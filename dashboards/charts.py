@@ -11,10 +11,12 @@ import numpy as np
 from audit.records import Cell
 from audit.report import rows
 from audit.report.wording import change, clip, quantity, span
-from dashboards.chart_style import SIGNED, diverging, finish, names
+from dashboards.chart_style import PLAIN, SIGNED, diverging, finish, names
 from dashboards.theme import Palette
 
 LABEL_WIDTH = 40
+LABELS = 36
+"""Positions below a matrix that have a label each."""
 STRONG = 0.62
 """Part of the largest value from which on the number inside a tile takes the colour of the page."""
 
@@ -174,11 +176,13 @@ def row_matrix(cells: Sequence[dict[str, Any]], colours: Palette) -> alt.LayerCh
 def _matrix(cells: Sequence[dict[str, Any]], y: alt.Y, colours: Palette) -> alt.LayerChart:
     largest = max((abs(cell["value"]) for cell in cells), default=0.0) or 1e-9
     field = y.shorthand.partition(":")[0]
+    places = list(dict.fromkeys(cell["place"] for cell in cells))
+    crowded = len(places) > LABELS
     x = alt.X(
         "place:N",
-        sort=list(dict.fromkeys(cell["place"] for cell in cells)),
+        sort=places,
         title="position",
-        axis=alt.Axis(labelAngle=-60, labelOverlap=True, ticks=False, domain=False),
+        axis=alt.Axis(labelAngle=-60, labelOverlap=crowded, ticks=False, domain=False),
     )
     tiles = (
         alt.Chart(alt.Data(values=list(cells)))
@@ -211,17 +215,18 @@ def over_time(
         Start and end in seconds.
     before, after : float array (frame,)
     """
+    steps = [*times.tolist(), [times[-1, 1]] * 2]  # the last span gets its width, too
     rows_ = [
         {"start": float(start), "end": float(end), "share": float(value), "when": when}
         for when, weights in (("before", before), ("after", after))
-        for (start, end), value in zip(times, weights, strict=True)
+        for (start, end), value in zip(steps, [*weights, weights[-1]], strict=True)
     ]
     lines = (
         alt.Chart(alt.Data(values=rows_))
         .mark_line(interpolate="step-after", strokeWidth=1.8)
         .encode(
             x=alt.X("start:Q", title="seconds"),
-            y=alt.Y("share:Q", title="share of the map"),
+            y=alt.Y("share:Q", title="share of the map", axis=alt.Axis(labelExpr=PLAIN)),
             color=alt.Color(
                 "when:N",
                 scale=alt.Scale(domain=["before", "after"], range=[colours.down, colours.up]),

@@ -43,21 +43,24 @@ def asked() -> bool:
 
 
 def ask(specs: Sequence[RunSpec], label: str, *, primary: bool = False) -> bool:
-    """Draw the button that allows it, since loading takes memory and some seconds; return whether it was."""
+    """Draw the button that allows it, since loading takes memory and some seconds; return whether it is."""
     from audit.pipeline import memory_estimate
 
     if asked():
         return True
     size = max(0.01, memory_estimate(*specs))
-    started = st.button(
+    st.button(
         label,
         icon=":material/bolt:",
         type="primary" if primary else "secondary",
+        on_click=_allow,
         help=f"Loads both checkpoints on the machine that runs this dashboard: {size:.2f} GB of memory.",
     )
-    if started:
-        st.session_state[LOADED] = True
-    return started
+    return False
+
+
+def _allow() -> None:
+    st.session_state[LOADED] = True
 
 
 def pair(specs: Sequence[RunSpec]) -> tuple[Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from importlib import import_module
@@ -9,8 +10,10 @@ from urllib.parse import urlencode
 
 import streamlit as st
 
+from audit.errors import AuditError
 from dashboards import blocks, state
 
+LOG = logging.getLogger("rollout-audit.dashboard")
 PAGES = (
     ("Overview", "list_alt", "overview", "overview"),
     ("Comparison", "compare_arrows", "compare", "compare"),
@@ -46,6 +49,21 @@ def _drawing(module: str) -> Callable[[], None]:
 
     page.__name__ = module
     return page
+
+
+def guarded(draw: Callable[[], None], title: str) -> None:
+    """Draw a page; what cannot be read or drawn is said in its place, never as a traceback."""
+    try:
+        draw()
+    except AuditError as error:
+        blocks.warn(error)
+    except Exception:
+        LOG.exception("the page %s could not be drawn", title)
+        st.error(
+            "This page could not be drawn. That is a fault of the dashboard, not of your audit; the "
+            "details stand in the terminal that runs it.",
+            icon=":material/error:",
+        )
 
 
 @st.cache_resource(show_spinner=False)

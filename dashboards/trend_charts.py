@@ -9,7 +9,7 @@ from typing import Any
 
 import altair as alt
 
-from dashboards.chart_style import SIGNED, finish, outcome_colour, outcome_shape
+from dashboards.chart_style import PLAIN, SIGNED, finish, outcome_colour, outcome_shape
 from dashboards.theme import Palette
 
 Rows = Sequence[dict[str, Any]]
@@ -116,7 +116,7 @@ def share(found: Rows, changes: Sequence[int], colours: Palette) -> alt.LayerCha
         Looks from which on the share is another; drawn as dashed vertical lines.
     colours : Palette
     """
-    y = alt.Y("share:Q", title="share", axis=alt.Axis(gridColor=colours.line, tickCount=5))
+    y = alt.Y("share:Q", title="share", axis=alt.Axis(labelExpr=PLAIN, gridColor=colours.line, tickCount=5))
     y.scale = alt.Scale(zero=False, padding=14)
     base = alt.Chart(alt.Data(values=list(found))).encode(x=_looks(found))
     tooltip = [

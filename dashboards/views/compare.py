@@ -68,10 +68,12 @@ def choose_comparison(manifests: Sequence[Mapping[str, Any]]) -> str:
     by_name, pairs = dict(zip(names, manifests, strict=True)), naming.pair_names(manifests)
     asked = state.get("comparison")
     if asked is not None and asked not in names:
+        unread = next((one for one in data.comparisons().problems if asked in one), None)
+        why = "which is not in this store (it may have been removed, or belong to another store)."
         st.warning(
-            f"The link asks for {blocks.plain(asked, 40)}, which is not in this store (it may have been "
-            "removed, "
-            "or belong to another store). The newest comparison is shown instead.",
+            f"The link asks for {blocks.plain(asked, 40)}, "
+            f"{'which cannot be read: ' + blocks.plain(unread) + '.' if unread else why} "
+            "The newest comparison is shown instead.",
             icon=":material/link_off:",
         )
         state.put(comparison=None)

@@ -44,7 +44,7 @@ def since_last(answers: tuple[Captured, Captured], probe: Probe, layer: int | No
         for side, then, now in zip(SIDES, earlier.answers, answers, strict=True):
             found = moved((then.maps[0], earlier.probe), (now.maps[0], probe), layer)
             if found is not None:
-                lines.append((f"Checkpoint {side}", *found))
+                lines.append((side.capitalize(), *found))
         if len(lines) < len(SIDES):
             blocks.note("The two texts have no map that could be subtracted.")
             return
@@ -55,7 +55,8 @@ def since_last(answers: tuple[Captured, Captured], probe: Probe, layer: int | No
         ]
         blocks.html(probe_view.strips(drawn, blank=False))
         blocks.note(
-            "Orange: the word has more of the map than before the edit (or is new); blue: it has less."
+            "Each line is one checkpoint. Orange: the word has more of the map than before the edit (or is "
+            "new); blue: it has less."
         )
 
 

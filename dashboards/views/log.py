@@ -175,7 +175,10 @@ def _verdicts(entries: Sequence[Mapping[str, Any]]) -> None:
             column_config={
                 "time": blocks.TIME,
                 "outcome": st.column_config.TextColumn(width=130),
-                "remark": st.column_config.TextColumn(width="large"),
+                "remark": st.column_config.TextColumn(
+                    width="large", help="A repeated attempt on the same pair, or a policy that changed."
+                ),
+                "policy": st.column_config.TextColumn(help="The first digits of the digest of all rules."),
             },
         )
         downloads.table("verdicts", frame)

@@ -214,8 +214,9 @@ def _figure(name: str, model: Model) -> None:
     found = largest(data.verdict(name))
     if found is not None:
         blocks.html(
-            f'<small>largest judged shift</small><div class="pair">{blocks.text(found[0])} '
-            f"{blocks.text(found[1])}</div><small>{blocks.text(found[2])}</small>"
+            f"<small>largest judged {blocks.term('shift')}</small>"
+            f'<div class="pair">{blocks.text(found[0])} {blocks.text(found[1])}</div>'
+            f"<small>{blocks.term('interval')} {blocks.text(found[2] or '–')}</small>"
         )
     if len(model.history) > 1:
         values = [_size(data.stored_verdict(str(one["comparison_id"]))) for one in model.history[-12:]]
@@ -233,7 +234,7 @@ def largest(found: Verdict | None) -> tuple[str, str, str] | None:
     return (
         rows.where_rule(rule),
         quantity("shift", rule.value, like=rule.interval),
-        f"interval {span('shift', rule.interval)}" if rule.interval else "",
+        span("shift", rule.interval) if rule.interval else "",
     )
 
 

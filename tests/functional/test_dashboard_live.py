@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import streamlit as st
 from streamlit.testing.v1 import AppTest
 
 from audit.media import load_audio
@@ -19,11 +18,9 @@ from audit.probes import read_probes
 from audit.records import Method, Probe
 from audit.store import Store
 from dashboards import controls, loaded
-from dashboards.content import CONFIGS_VARIABLE
-from dashboards.data import STORE_VARIABLE
 from dashboards.views import edits
+from tests.dashboard_app import fresh, open_page, said
 from tests.dashboard_store import Audited, Kind, build, build_kinds
-from tests.functional.test_dashboard_apptest import open_page, said
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +34,8 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kind]:
 
 
 @pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    st.cache_resource.clear()
-    yield
-    for name in (STORE_VARIABLE, CONFIGS_VARIABLE, loaded.LIMIT_VARIABLE):
-        os.environ.pop(name, None)
+def _fresh() -> Iterator[None]:
+    yield from fresh()
 
 
 def open_loaded(page: str, store: Path, config: Path, **address: str) -> AppTest:
@@ -161,8 +155,8 @@ def test_an_edit_shows_what_it_moved(audited: Audited) -> None:
     assert "What your last edit moved" in [one.value for one in app.header]
     app.text_area[0].set_value("The film was bad .").run()
     shown = said(app)
-    assert "Checkpoint before" in shown
-    assert "Checkpoint after" in shown
+    assert shown.count("<span>Before</span>") == 2  # the map, and what the edit moved in it
+    assert shown.count("<span>After</span>") == 2
     assert "The film was good ." in shown
 
 
