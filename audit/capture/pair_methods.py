@@ -64,9 +64,15 @@ def check_pair_settings(settings: FoldSettings, wiring: str) -> None:
         raise ConfigError(
             f"[method] name = {settings.method!r} is not available for {WIRINGS[wiring]}: {why}"
         )
-    parameter = None if wiring == "towers" else _meaningless(settings, wiring)
+    parameter = _unmeasured(settings) if wiring == "towers" else _meaningless(settings, wiring)
     if parameter is not None:
         raise ConfigError(f"[method] {parameter[0]} is not available for {WIRINGS[wiring]}: {parameter[1]}")
+
+
+def _unmeasured(settings: FoldSettings) -> tuple[str, str] | None:
+    if settings.residual == MEASURED and settings.method != ROLLOUT:
+        return "residual", "'measured' is there for rollout alone; give a number"
+    return None
 
 
 def _meaningless(settings: FoldSettings, wiring: str) -> tuple[str, str] | None:
@@ -82,8 +88,8 @@ def _meaningless(settings: FoldSettings, wiring: str) -> tuple[str, str] | None:
         return "same_head", "heads of self- and cross-attention do not correspond; leave it out"
     if isinstance(settings.residual, tuple):
         return "residual", "one number per layer does not say of which stack; give a single number"
-    if settings.residual == MEASURED and (wiring == "co-attention" or settings.method != ROLLOUT):
+    if settings.residual == MEASURED and wiring == "co-attention":
         return "residual", "'measured' is there for rollout on encoder-decoders; give a single number"
     if settings.form == "product":
         return "form", "the product form is defined for one stack of self-attention; use 'relevance'"
-    return None
+    return _unmeasured(settings)

@@ -287,6 +287,11 @@ def token_id(tokenizer: Any, wanted: Any, probe: Probe) -> int | None:
     if wanted is None or isinstance(wanted, int):
         return wanted
     ids = tokenizer(str(wanted), add_special_tokens=False)["input_ids"]
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    if len(ids) == 1 and ids[0] == unknown and wanted != tokenizer.unk_token:
+        raise ProbeError(
+            f"probe {probe.id}: target {wanted!r} is no token of the checkpoint; choose one that it knows"
+        )
     if len(ids) != 1:
         raise ProbeError(
             f"probe {probe.id}: target {wanted!r} is {len(ids)} tokens, expected 1; choose a single token"

@@ -266,10 +266,17 @@ def test_the_page_on_methods_says_what_runs_where(column, wiring):
         (FoldSettings(residual=(0.5, 0.4)), "residual"),
         (FoldSettings("per_head_rollout", same_head=True), "same_head"),
         (FoldSettings("gradient_rollout", form="product"), "form"),
-        (FoldSettings("attention_flow", residual="measured"), "residual"),
     ],
 )
 def test_parameters_that_name_one_stack_are_refused_where_there_are_several_kinds(settings, named):
     with pytest.raises(ConfigError, match=rf"\[method\] {named} is not available for an encoder-decoder"):
         check_pair_settings(settings, "encoder-decoder")
     check_pair_settings(settings, "towers")
+
+
+@pytest.mark.parametrize("wiring", ["encoder-decoder", "towers", "co-attention"])
+def test_measured_residuals_are_there_for_rollout_alone(wiring):
+    with pytest.raises(ConfigError, match=r"\[method\] residual is not available"):
+        check_pair_settings(FoldSettings("attention_flow", residual="measured"), wiring)
+    if wiring != "co-attention":
+        check_pair_settings(FoldSettings("rollout", residual="measured"), wiring)
