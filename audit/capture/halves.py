@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from audit.capture.attribution import AttributionFold, Question, attribute
+from audit.capture.attribution import AttributionFold, attribute
 from audit.capture.engine import BatchFold
 from audit.capture.inputs import Encoded, core_model
 from audit.capture.multi import StreamRows
 from audit.capture.passes import run_model
+from audit.capture.question import Question
 from audit.capture.scores import Score
 from audit.capture.settings import FoldSettings
 from audit.capture.targets import similarity
