@@ -60,6 +60,14 @@ def test_page_is_whole_and_accessible_in_both_themes_and_widths(
     screenshot(any_page, f"dashboard-{path or 'overview'}-{width}-{theme}")
     assert [url for url in outside if url.startswith("http")] == []
     assert accessibility_faults(any_page) == []
+    other = {1280: 800, 800: 1280}[width]
+    any_page.set_viewport_size({"width": other, "height": 900})
+    settle(any_page)
+    assert_whole(any_page)
+    screenshot(any_page, f"dashboard-{path or 'overview'}-{other}-{theme}")
+    any_page.get_by_role("button", name="Link to this view").click()
+    link = any_page.get_by_test_id("stPopoverBody").get_by_test_id("stCode").inner_text().strip()
+    assert link == any_page.url.rstrip("/") or link == any_page.url
 
 
 def accessibility_faults(page: Page) -> list[tuple[str, list[str]]]:
@@ -167,6 +175,19 @@ def test_link_to_what_is_gone_is_explained(page: Page, dashboard: str) -> None:
 
 
 # --- probe --------------------------------------------------------------------------------------
+
+
+def test_single_heads_are_computed_when_asked_for(page: Page, dashboard: str, audited: Audited) -> None:
+    visit(page, f"{dashboard}/probe?comparison={audited.text_comparison}&probe=t-001&head=2")
+    stored = page.locator(".words").nth(1).inner_html()
+    page.get_by_role("button", name="Compute single heads").click()
+    expect(page.get_by_text("Computed now, not stored: per_head_rollout head=2")).to_be_visible(
+        timeout=60_000
+    )
+    settle(page)
+    assert page.locator(".words").nth(1).inner_html() != stored
+    assert accessibility_faults(page) == []
+    screenshot(page, "dashboard-probe-head")
 
 
 def test_probe_shows_words_before_after_and_difference(page: Page, dashboard: str, audited: Audited) -> None:
