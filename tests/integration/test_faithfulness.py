@@ -16,7 +16,7 @@ from audit.config import load_config, parse_config
 from audit.errors import ConfigError
 from audit.faithfulness import summarise
 from audit.pipeline import gate_runs, report_context, run_audit, verify_store
-from audit.pipeline.faithfulness import _scores, _Subject
+from audit.pipeline.faithfulness import _scores, _Subject, measure_faithfulness
 from audit.records import Captured, CaptureSettings, Checkpoint, CheckpointInfo, Map, Positions, Probe
 from audit.report import to_text
 from audit.store import Store
@@ -118,14 +118,12 @@ def test_random_orders_are_the_same_for_both_checkpoints() -> None:
 # --- shuffled weights -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "subject", [text_checkpoint("bert"), text_checkpoint("albert"), vision_checkpoint("vit")]
-)
+@pytest.mark.parametrize("subject", [text_checkpoint("albert"), vision_checkpoint("vit")])
 def test_shuffled_weights_change_the_map_from_the_top_down_and_come_back(subject: Checkpoint) -> None:
     probes = text_probes()[3:5] if subject.task == "sequence-classification" else image_probes(2)
     kept = {name: value.clone() for name, value in subject.model.state_dict().items()}
     before = list(capture(subject, probes))
-    stages = cascade(subject, probes[0], CaptureSettings(), stages=4)
+    stages = cascade(subject, probes[0], CaptureSettings(), stages=3)
     sizes = [len(stage) for stage in stages]
     assert sizes == sorted(sizes)
     assert sizes[-1] == len(list(subject.model.parameters()))
@@ -151,7 +149,7 @@ def test_shuffled_weights_change_the_map_from_the_top_down_and_come_back(subject
 
 # --- a whole audit ----------------------------------------------------------------------------
 
-SECTION = '[faithfulness]\nprobes = 10\norders = 2\nmethods = ["occlusion", "lrp"]\n'
+SECTION = '[faithfulness]\nprobes = 8\norders = 1\nmethods = ["occlusion", "lrp"]\n'
 
 
 @pytest.fixture(scope="module")
@@ -221,20 +219,17 @@ def test_a_changed_score_is_found_by_its_hash_and_a_changed_summary_by_the_score
     )
 
 
-def test_what_cannot_be_measured_is_said_and_the_audit_goes_on(tmp_path: Path) -> None:
-    from tests.integration.tiny_models import build, checkpoint
-
-    for name, seed in (("base", 0), ("shifted", 1)):
-        tokenizer = word_tokenizer()
-        model = build("BertModel", vocab_size=len(tokenizer), seed=seed, pad_token_id=0)
-        tiny.save(checkpoint(model, tokenizer), tmp_path / "models" / name)
-    tiny.write_rows(tmp_path / "probes.jsonl", tiny.text_rows())
-    tiny.write_config(tmp_path, more=SECTION)
-    verdict = run_audit(load_config(tmp_path / "audit.toml"))
-    assert any(
-        note.startswith("Faithfulness was not measured: on the checkpoint before, ") for note in verdict.notes
-    )
-    assert "unproven" not in verdict.sentence
+def test_what_cannot_be_measured_is_said(audited: Path) -> None:
+    config = load_config(audited / "audit.toml")
+    comparison = Store(config.store.url).comparison(str(run_audit(config).comparison_id))
+    windows = config.model_copy(update={"probes": config.probes.model_copy(update={"stride": 4})})
+    for asked, judged, reason in (
+        (windows, comparison, "occlusion is not defined for windows of one probe"),
+        (config, replace(comparison, kind="unpaired"), "the comparison has no two checkpoints"),
+    ):
+        found = measure_faithfulness(asked, judged)
+        assert (found.scores, found.summary) == ((), ())
+        assert found.notes[0].startswith(f"Faithfulness was not measured: {reason}")
 
 
 def test_an_unknown_method_is_refused_by_the_configuration() -> None:
