@@ -15,6 +15,7 @@ from audit.report.faithful import faithful_rows
 from audit.report.forest import forests
 from audit.report.heat import heat_map
 from audit.report.maps import drawing
+from audit.report.measured import false_alarm_lines
 from audit.report.wording import clean, clip, count, quantity, span
 
 if TYPE_CHECKING:
@@ -200,6 +201,7 @@ def _page(
         "rules": rule_rows,
         "rules_left_out": len(ordered) - len(rule_rows),
         "settle": rows.to_settle(verdict)[:ENTRIES_SHOWN],
+        "measured": false_alarm_lines(comparison, verdict),
         "sides": _sides(comparison, context),
         "setup": _setup(comparison, verdict, context),
         "forests": plots,

@@ -13,6 +13,7 @@ import numpy as np
 
 from audit.records import Comparison, RuleVerdict, Verdict
 from audit.report.context import ReportContext
+from audit.report.measured import false_alarm_lines, false_alarms_of
 
 JSON_SCHEMA_VERSION = 1
 """Raised when a key changes its meaning or goes away; new keys do not raise it."""
@@ -53,6 +54,11 @@ def _rule(found: RuleVerdict) -> dict[str, Any]:
     return {"label": found.rule.label, **plain(found)}
 
 
+def _false_alarms(comparison: Comparison | None, verdict: Verdict | None) -> dict[str, Any] | None:
+    lines = false_alarm_lines(comparison, verdict)
+    return {"sentences": lines, "measured": plain(false_alarms_of(comparison))} if lines else None
+
+
 def _verdict(verdict: Verdict) -> dict[str, Any]:
     return {
         "outcome": verdict.status,
@@ -79,6 +85,10 @@ def to_json(
         ``allowed``, ``comparison_id``, ``policy_digest``; null for a comparison that no policy judged.
     ``policy``
         The fields of :class:`audit.records.Policy`.
+    ``false_alarms``
+        What is known about the false alarms of the excess rules: ``sentences``, and ``measured``, the
+        fields of :class:`audit.report.measured.FalseAlarms`, null where none was measured; null without
+        an excess rule that was tested.
     ``rules``
         In the policy's order: ``label`` and the fields of :class:`audit.records.RuleVerdict`.
     ``comparison``
@@ -103,6 +113,7 @@ def to_json(
         "schema_version": JSON_SCHEMA_VERSION,
         "verdict": _verdict(verdict) if verdict is not None else None,
         "policy": plain(verdict.policy) if verdict is not None else None,
+        "false_alarms": _false_alarms(comparison, verdict),
         "rules": [_rule(found) for found in verdict.rules] if verdict is not None else [],
         "comparison": plain(comparison),
         "context": plain(context),

@@ -9,6 +9,7 @@ from audit.records import Comparison, Verdict
 from audit.report import facts, rows
 from audit.report.context import ReportContext
 from audit.report.faithful import faithful_sentences
+from audit.report.measured import false_alarm_lines
 from audit.report.wording import clean, clip
 
 ROWS_SHOWN = 100
@@ -136,5 +137,6 @@ def to_markdown(
     lines += _list("Record", facts.footer(context))
     if context is not None and context.report:
         lines += [f"Report: {escape(context.report)}", ""]
-    lines += [f"<sub>{escape(facts.units(comparison, verdict))}</sub>"]
+    reading = [facts.units(comparison, verdict), *false_alarm_lines(comparison, verdict)]
+    lines += [f"<sub>{escape(' '.join(reading))}</sub>"]
     return "\n".join(lines) + "\n"

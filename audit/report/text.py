@@ -9,6 +9,7 @@ from audit.records import Comparison, Verdict
 from audit.report import facts, rows
 from audit.report.context import ReportContext
 from audit.report.faithful import faithful_sentences
+from audit.report.measured import false_alarm_lines
 from audit.report.terminal import STYLES, bullets, console, table, written
 from audit.report.wording import MISSING, clean, clip
 
@@ -113,7 +114,8 @@ def to_text(
     _print_list(screen, "Predictions", facts.predictions(comparison))
     settle = [f"{place}: {needed}" for place, needed in rows.to_settle(verdict)]
     _print_list(screen, "What would settle the INCONCLUSIVE rules", settle)
-    _print_list(screen, "How to read it", [facts.units(comparison, verdict)])
+    measured = false_alarm_lines(comparison, verdict)
+    _print_list(screen, "How to read it", [facts.units(comparison, verdict), *measured])
     _print_list(screen, "Record", facts.footer(context))
     if context is not None and context.report:
         screen.print(f"Report: {clean(context.report)}", soft_wrap=True)

@@ -183,7 +183,9 @@ def test_gate_fails_the_shortcut_and_hardly_a_harmless_run(summary):
 
 
 def test_page_and_rates_hold_the_measured_numbers(summary, tmp_path):
-    results = Results("2026, a machine", [summary], [summary], {"made up": 7}, "rollout", "rollout")
+    results = Results(
+        "2026, a machine", [summary], [summary], [summary], {"made up": 7}, "rollout", "rollout"
+    )
     page, seed = to_page(results), summary.false_alarms["seed"]
     assert f"| {seed.value:.3f} [{seed.low:.3f}, {seed.high:.3f}] |" in page
     assert "- rollout, made up: " in page

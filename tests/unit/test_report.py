@@ -373,7 +373,8 @@ def test_json_holds_every_cell_and_number_unrounded():
     compared, found, _, context = digits_case()
     data = json.loads(to_json(compared, found, context=context))
     assert data["schema_version"] == JSON_SCHEMA_VERSION
-    assert set(data) == {"schema_version", "verdict", "policy", "rules", "comparison", "context"}
+    expected = {"schema_version", "verdict", "policy", "false_alarms", "rules", "comparison", "context"}
+    assert set(data) == expected
     assert data["verdict"]["outcome"] == "FAIL"
     assert data["verdict"]["exit_code"] == 3
     assert data["verdict"]["policy_digest"] == found.policy.digest

@@ -34,7 +34,7 @@ def collect(families: Sequence[Family], cache: Path, heading: str) -> Results:
         both += _joined(method, counted, rows)
         frozen += _joined(method, held, [summarise(method.label, name, some) for name, some in held.items()])
     chosen = choose(frozen) if frozen else "undecided"
-    return Results(heading, scored, both, counts, chosen, Method.name)
+    return Results(heading, scored, both, frozen, counts, chosen, Method.name)
 
 
 def _found(families: Sequence[Family], cache: Path, method: Judged, numbers: range, *, gate: bool) -> Found:
@@ -44,7 +44,8 @@ def _found(families: Sequence[Family], cache: Path, method: Judged, numbers: ran
         bases = [one for one in bases_of(family, cache, numbers) if one.has(method) and one.has_truths()]
         if bases:
             found[family.name] = [
-                findings_of(family, one.shares(method), one.truths(), gate=gate) for one in bases
+                findings_of(family, one.shares(method), one.truths(), gate=gate, sink_gain=one.sink_gain())
+                for one in bases
             ]
     return found
 

@@ -99,9 +99,14 @@ class Findings:
 
 
 def findings_of(
-    family: Family, shares: Shares, truths: Mapping[str, Truth], *, gate: bool = True
+    family: Family,
+    shares: Shares,
+    truths: Mapping[str, Truth],
+    *,
+    gate: bool = True,
+    sink_gain: float | None = None,
 ) -> Findings:
-    """Return what a base says about a method."""
+    """Return what a base says about a method; `sink_gain` stands beside the alarms under sink drift."""
     shifts = _shifts(shares, family.planted)
     normal = np.mean([truths[one].gamma for one in OTHERS])
     delta = np.array([truths[one].gamma for one in DIAL]) - normal
@@ -115,6 +120,8 @@ def findings_of(
     for name in (LABEL_NOISE, SINK_DRIFT):
         if judge and shifts.has(name):
             confounds[f"{name}, gate FAIL"] = float(judge([name])[0] is Outcome.FAIL)
+    if sink_gain is not None:
+        confounds[f"{SINK_DRIFT}, gain of the special tokens"] = sink_gain
     return Findings(
         plain=plain_rate(harmless),
         splits=split_rate(harmless),

@@ -144,6 +144,13 @@ def shares_of(
     )
 
 
+def special_share(checkpoint: Checkpoint, probes: Sequence[Probe], state: State) -> float:
+    """Return the mean share of the special tokens in the maps of plain rollout."""
+    checkpoint.model.load_state_dict(state)
+    maps = _maps(checkpoint, probes, METHODS[0])
+    return float(np.mean([one.weights[one.positions.special].sum() for one in maps]))
+
+
 def _maps(checkpoint: Checkpoint, probes: Sequence[Probe], method: Judged) -> list[Map]:
     targets = [probe.label for probe in probes]
     return list(audit.compute_maps(checkpoint, probes, method=method.name, target=targets, **method.params))

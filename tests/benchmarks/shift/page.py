@@ -11,7 +11,7 @@ from audit.report.measured import FalseAlarms
 from tests.benchmarks.shift.bases import REPLICATES
 from tests.benchmarks.shift.maps import METHODS
 from tests.benchmarks.shift.rates import LEVEL, Rate
-from tests.benchmarks.shift.run import FEW
+from tests.benchmarks.shift.run import FEW, FULL
 from tests.benchmarks.shift.summary import Summary, missed_goals
 
 PRINTED = {"seed": "seed", "release": "release, released candidate", "refresh": "release, released candidate"}
@@ -33,8 +33,9 @@ class Results:
         One of each family and method.
     both : sequence of Summary
         The same over the bases of all families.
-    frozen : mapping of family to number of bases
-        On which the best method was chosen and limits were frozen.
+    frozen : sequence of Summary
+        Over the bases of all families on which the best method was chosen and limits were frozen.
+    held : mapping of family to number of such bases
     chosen, default : str
         The best method of the frozen bases, and the product's.
     """
@@ -42,7 +43,8 @@ class Results:
     heading: str
     scored: Sequence[Summary]
     both: Sequence[Summary]
-    frozen: Mapping[str, int]
+    frozen: Sequence[Summary]
+    held: Mapping[str, int]
     chosen: str
     default: str
 
@@ -71,13 +73,21 @@ def _printed(method: str, floor: str, rate: Rate) -> FalseAlarms:
 def to_page(results: Results) -> str:
     """Return the page."""
     lines = ["# Planted shifts: what a verdict is worth", "", *_introduction(results)]
+    shown = _shown(results)
     for title, note, headers, cells in _TABLES:
-        rows = [row for row in (*results.both, *results.scored) if cells(row)]
+        rows = [row for row in shown if cells(row)]
         if rows:
             body = [_named(row, cells(row)) for row in rows]
             lines += [f"## {title}", "", note, "", *_table(["method", "family", "bases", *headers], body)]
     lines += ["## Confounds", "", _CONFOUNDS, "", *_confounds(results.scored)]
     return "\n".join([*lines, *_goals(results)]) + "\n"
+
+
+def _shown(results: Results) -> list[Summary]:
+    """Return the rows over all families, then of single ones; a rare method has one row."""
+    joined = {row.method for row in results.both}
+    rare = {one.label for one in METHODS if one.rare}
+    return [*results.both, *(row for row in results.scored if row.method not in rare & joined)]
 
 
 def _introduction(results: Results) -> list[str]:
@@ -90,7 +100,7 @@ def _introduction(results: Results) -> list[str]:
         results.heading,
         "",
         f"Scored bases: {_counts(scored)}; bases on which limits were frozen and the best method was chosen: "
-        f"{_counts(results.frozen)}. Each base has 13 harmless fine-tunings (same recipe, other seeds), one "
+        f"{_counts(results.held)}. Each base has 13 harmless fine-tunings (same recipe, other seeds), one "
         "that learns a shortcut, and five checkpoints on the way there. Rows with fewer bases say so.",
         "",
     ]
@@ -114,11 +124,27 @@ def _goals(results: Results) -> list[str]:
         lines.append(
             f"- {row.method}, {row.family}: {'misses ' + '; '.join(missed) if missed else 'meets all'}"
         )
-    best = (
-        f"On the frozen bases **{results.chosen}** comes out best (fewest goals missed, then localisation, "
-        f"correlation and power); the product's default is **{results.default}**."
-    )
-    return [*lines, "", "## The default method", "", best]
+    return [*lines, "", "## The default method", "", *_choice(results)]
+
+
+def _choice(results: Results) -> list[str]:
+    body = [
+        [
+            row.method,
+            _rate(row.false_alarms["seed"]),
+            f"{row.power['seed'].value:.3f}",
+            f"{row.correlation:.2f}",
+            f"{row.located.value:.3f}",
+            "; ".join(missed_goals(row)) or "none",
+        ]
+        for row in results.frozen
+    ]
+    return [
+        "The best method of the frozen bases (fewest goals missed, then localisation, correlation and "
+        f"power) is **{results.chosen}**; the product's default is **{results.default}**.",
+        "",
+        *_table(["frozen bases", "false alarms", "power", "Spearman", "localised", "goals missed"], body),
+    ]
 
 
 def _table(headers: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
@@ -215,6 +241,7 @@ _TABLES: tuple[tuple[str, str, list[str], _Cells], ...] = (
     ),
     (
         "Kinds of floor: false alarms / power",
+        f"On {FULL} bases of each family (`seed` and `limit`: all). "
         "`release`: fine-tunings on refreshed draws of the data as replicates; `tail`: five late "
         "checkpoints of one run; `limit`: no replicates, but the size of shift that 5 % of the harmless "
         "runs on the frozen bases exceed. Candidates are harmless runs of other seeds; in the last two "
@@ -225,6 +252,7 @@ _TABLES: tuple[tuple[str, str, list[str], _Cells], ...] = (
     ),
     (
         "Shortcuts learnt by a part of the model",
+        f"On {FULL} bases of each family. "
         "Trained on top of a harmless run, everything else frozen. Change of γ; how often the seed "
         "floor's test alarms; how often it misses where γ grew by at least .1 (of how many bases).",
         [f"{part}: {what}" for part in _PARTS for what in ("Δγ", "alarms", "missed")],
@@ -236,5 +264,5 @@ _CONFOUNDS = (
     "Rates of alarms on the planted region, unless said otherwise. `below planted`: the share of strong "
     "shortcuts in which another region moved less: a decoy that is as frequent, or every quarter of the "
     "positions (the shortcut is a token, not a place). `label noise`: fine-tuned with 30 % random labels. "
-    "`sink drift`: fine-tuned to draw attention to the special tokens."
+    "`sink drift`: fine-tuned to draw attention to the special tokens, which gained that share of the map."
 )

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.shift.bases import State, checkpoints_of, recipe_digest
+from tests.benchmarks.shift.bases import (
+    ANCHOR,
+    SINK_DRIFT,
+    State,
+    checkpoints_of,
+    recipe_digest,
+    written,
+)
 from tests.benchmarks.shift.families import BaseData, Family
 from tests.benchmarks.shift.maps import (
     MAPS_VERSION,
@@ -18,6 +26,7 @@ from tests.benchmarks.shift.maps import (
     as_checkpoint,
     cached_shares,
     shares_of,
+    special_share,
 )
 from tests.benchmarks.shift.truth import Truth, cached_truths, measure_truths
 
@@ -70,6 +79,20 @@ class Measured:
             lambda: measure_truths(self.family.new_model().eval(), self.data, self.states),
         )
 
+    def sink_gain(self) -> float | None:
+        """Return what the special tokens gained under sink drift; None without that training."""
+        if not self.full:
+            return None
+        path = self.folder / "sink.json"
+        if not path.is_file():
+            checkpoint = as_checkpoint(self.family.new_model(), self.family.processor)
+            drifted, harmless = (
+                special_share(checkpoint, self.data.probes, self.states[one]) for one in (SINK_DRIFT, ANCHOR)
+            )
+            with written(path) as draft:
+                draft.write_text(json.dumps(drifted - harmless))
+        return float(json.loads(path.read_text()))
+
     def has_truths(self) -> bool:
         """Return whether the truth about its checkpoints is known."""
         return (self.folder / TRUTHS).is_file()
@@ -112,6 +135,7 @@ def measure(families: Sequence[Family], cache: Path) -> Iterator[str]:
             for family in families:
                 (base,) = bases_of(family, cache, [number])
                 base.truths()
+                base.sink_gain()
                 for method in methods:
                     if family.name in method.families:
                         base.shares(method)
