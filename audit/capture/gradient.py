@@ -32,8 +32,8 @@ from audit.errors import CaptureError
 from audit.methods.gradient import gradient_map, weigh_by_gradient
 from audit.records import Checkpoint
 
-BLOCK_ENTRIES = 2**23
-"""Weights (batch × head × query × key) of one block of queries: 32 MB in float32."""
+BLOCK_ENTRIES = 2**22
+"""Weights (batch × head × query × key) of one block of queries: 16 MB in float32."""
 
 
 class LayerFold(Protocol):
@@ -101,9 +101,10 @@ class GradientFold:
         except ValueError as error:
             raise CaptureError(f"gradient rollout: {error}; load the checkpoint in float32") from None
         stop = start + weighted.shape[1]
-        rows = torch.arange(start, stop, device=weights.device)[:, None]
-        later = torch.arange(weighted.shape[2], device=weights.device)[None] > rows
-        self.causal &= ((weights * later) == 0).flatten(1).all(dim=1)
+        if bool(self.causal.any()):
+            rows = torch.arange(start, stop, device=weights.device)[:, None]
+            later = torch.arange(weighted.shape[2], device=weights.device)[None] > rows
+            self.causal &= ((weights * later) == 0).flatten(1).all(dim=1)
         source = self._vector[:, start:stop]
         if self.relevance:
             source = source + self.read[:, start:stop]

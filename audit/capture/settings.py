@@ -57,6 +57,10 @@ class FoldSettings:
         defaults, form, weights = cls(), given.get("form", "relevance"), given.get("head_weights")
         if form not in ("relevance", "product"):
             raise ConfigError(f"[method] form = {form!r} is unknown; use 'relevance' or 'product'")
+        if given.get("residual") == MEASURED and name != ROLLOUT:
+            raise ConfigError(
+                f"[method] residual = 'measured' is for rollout, got {name}; give a number in [0, 1]"
+            )
         if given.get("head_fusion") == "weighted" and weights is None:
             raise ConfigError(
                 "[method] head_fusion = 'weighted' needs head_weights, one row for each layer; fit them with "

@@ -116,7 +116,7 @@ def weigh_by_gradient(attention: Array, gradient: Array) -> Array:
             f"gradient: expected (batch, head, query, key) like the attention, {tuple(weights.shape)}, "
             f"got shape {tuple(slope.shape)}"
         )
-    weighted = (weights * slope.to(device=weights.device)).clamp_min(0).mean(1)
+    weighted = (weights * slope.to(device=weights.device)).clamp_min_(0).mean(1)
     check_finite("attention and gradient", weighted)
     return restore(weighted, attention)
 

@@ -227,6 +227,13 @@ def test_names_are_the_same_in_the_configuration_and_the_api() -> None:
         parse_config({**base, "method": {"name": "alti", "form": "product"}})
 
 
+@pytest.mark.parametrize("name", ["per_head_rollout", "attention_flow"])
+def test_measured_residuals_are_for_rollout_alone(name: str) -> None:
+    method = Method(name, params={"residual": "measured"})
+    with pytest.raises(ConfigError, match=f"'measured' is for rollout, got {name}"):
+        list(audit.compute_maps(text_checkpoint("bert"), ["good"], method=method))
+
+
 @pytest.mark.parametrize("name", ["gradient_rollout", "alti", "value_zeroing", "integrated_gradients"])
 def test_other_threads_use_the_same_model_undisturbed(name: str) -> None:
     subject, probes = text_checkpoint("bert", attention="sdpa"), text_probes()
