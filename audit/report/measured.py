@@ -51,13 +51,13 @@ class FalseAlarms:
         --------
         >>> FalseAlarms("rollout", "seed", 0.049, 0.041, 0.058, 0.05, 5, 40).sentence
         'Measured false-alarm rate of this test: .049 [.041, .058] at nominal .05 (planted-shift benchmark, \
-rollout at its defaults, seed floor, 40 bases).'
+rollout at its defaults, seed floor of 5 replicates, 40 bases).'
         """
         span = f"[{number(self.low)}, {number(self.high)}]"
         return (
             f"Measured false-alarm rate of this test: {number(self.rate)} {span} at nominal "
             f"{number(self.level, 2)} (planted-shift benchmark, {self.method} at its defaults, {self.floor} "
-            f"floor, {self.bases} bases)."
+            f"floor of {self.replicates} replicates, {self.bases} bases)."
         )
 
 

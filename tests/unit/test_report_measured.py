@@ -35,7 +35,7 @@ def test_every_format_prints_the_rate_of_an_excess_rule_once(render):
     found = verdict(*(excess_verdict(region, Outcome.FAIL) for region in ("corner", "centre")))
     text = " ".join(render(compared(), found).replace("\\[", "[").replace("\\]", "]").split())
     assert text.count(SENTENCE) == 1
-    assert "planted-shift benchmark, rollout at its defaults, seed floor, 40 bases" in text
+    assert "planted-shift benchmark, rollout at its defaults, seed floor of 5 replicates, 40 bases" in text
 
 
 @pytest.mark.parametrize("render", RENDERERS)
