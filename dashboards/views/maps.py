@@ -49,6 +49,13 @@ def on_common_positions(before: Map, after: Map) -> tuple[Map, Map]:
 def draw_pair(before: Map, after: Map, found: Content, layer: int | None) -> None:
     """Draw the maps of one stream, before, after and their difference."""
     old, new = weights_at(before, layer), weights_at(after, layer)
+    if before.stream == "prefix" and not same_positions(before.positions, after.positions):
+        st.info(
+            "The two checkpoints generated other tokens up to this one, so that their maps of the prefix "
+            "cannot be subtracted position by position.",
+            icon=":material/info:",
+        )
+        return
     if not same_positions(before.positions, after.positions):
         st.info(
             f"The two checkpoints cut this input into {len(old)} and {len(new)} other positions (another "
@@ -158,7 +165,7 @@ def draw_layers(pairs: Sequence[tuple[Map, Map]]) -> None:
     """Draw how the row grows layer by layer, streams beside each other, where the store holds it."""
     streams = [(one, two) for one, two in pairs if one.layers is not None and two.layers is not None]
     depth = min((len(one.layers) for pair in streams for one in pair if one.layers is not None), default=0)
-    alike = all(len(one.weights) == len(two.weights) for one, two in streams)
+    alike = all(same_positions(one.positions, two.positions) for one, two in streams)
     width = sum(len(one.weights) for one, _ in streams)
     if len(streams) < len(pairs) or not depth or not alike or width > WIDEST:
         why = "is too long to draw" if width > WIDEST else "is not in the store for every layer and stream"

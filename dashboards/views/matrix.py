@@ -7,6 +7,7 @@ from typing import Any
 
 import streamlit as st
 
+from audit.alignment import same_positions
 from audit.errors import AuditError
 from audit.records import Captured, Map, RunSpec
 from dashboards import blocks, charts, downloads, loaded, probe_view
@@ -49,8 +50,8 @@ def draw(specs: tuple[RunSpec, RunSpec], pairs: Sequence[tuple[Map, Map]], found
     downloads.table(name, pl.DataFrame(cells))
     blocks.note(
         "Each row is one generated token: how much more (orange) or less (blue) it draws on each word of the "
-        "source, and on each token generated before it, after than before. A row adds up to 0; the first "
-        f"{LONGEST} tokens are drawn at most."
+        "source, and on each token generated before it, after than before. Where the two generated "
+        f"other tokens, their prefixes are left out; the first {LONGEST} tokens are drawn at most."
     )
 
 
@@ -68,7 +69,7 @@ def row_cells(i: int, one: Captured, two: Captured, found: Content) -> list[dict
     """
     cells: list[dict[str, Any]] = []
     for before, after in zip(one.maps, two.maps, strict=False):
-        if len(before.weights) != len(after.weights):
+        if not same_positions(before.positions, after.positions):
             continue
         pieces = probe_view.tokens(before.positions, found.probe, whole_words=False)
         for position, piece in enumerate(pieces):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +11,13 @@ import pytest
 from audit.pipeline import compare_runs, import_maps, publish
 from audit.probes import read_probes
 from audit.regions import expand_regions, parse_regions
-from tests.functional.test_dashboard_apptest import (
-    _clean,  # noqa: F401 (the fixture runs for every test)
-    open_page,
-    said,
-)
+from tests.dashboard_app import fresh, open_page, said
 from tests.synthetic import REGIONS, World
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    yield from fresh()
 
 
 def imported(world: World, name: str, spans: list[tuple[int, int]] | None) -> str:
