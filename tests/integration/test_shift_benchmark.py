@@ -61,7 +61,7 @@ def measured(cache: Path) -> dict[str, tuple[Shares, Findings, dict[str, float]]
 
 def test_shortcut_is_learnt_and_harmless_runs_do_not_know_it(measured):
     for _, _, gammas in measured.values():
-        assert max(gammas[one] for one in HARMLESS) < 0.05
+        assert max(gammas[one] for one in HARMLESS) < 0.1
         assert gammas[DIAL[-1]] > 0.3
         assert gammas[DIAL[0]] < gammas[DIAL[2]] < gammas[DIAL[-1]]
 
