@@ -51,6 +51,7 @@ _HOMES = {
     "audit.store": ("Store",),
     "audit.pipeline": (
         "compute_maps",
+        "compute_maps_by_method",
         "compute_reliance",
         "capture_run",
         "compare_runs",

@@ -19,11 +19,28 @@ from audit.capture.inputs import Encoded, core_model
 from audit.capture.layers import CapturePlan
 from audit.capture.passes import exclusive, fold_batch
 from audit.capture.row_fold import RowFold, row_fold_batch, rows_suffice
-from audit.capture.settings import ATTRIBUTION, FLOW, MEASURED, PER_HEAD, VALUE_AWARE, FoldSettings
+from audit.capture.settings import (
+    ATTRIBUTION,
+    FLOW,
+    MEASURED,
+    PER_HEAD,
+    RAW,
+    ROLLOUT,
+    VALUE_AWARE,
+    FoldSettings,
+)
 from audit.capture.targets import resolve_targets
 from audit.records import Checkpoint
 
 Fold = BatchFold | GradientFold | AttributionFold
+
+
+def weight_fold(settings: FoldSettings) -> type[BatchFold] | None:
+    """Return the fold of a method that reads nothing but attention weights, None for other methods."""
+    if settings.residual == MEASURED:
+        return None
+    folds = {ROLLOUT: BatchFold, RAW: BatchFold, PER_HEAD: PerHeadFold, FLOW: FlowFold}
+    return folds.get(settings.method)
 
 
 @dataclass(frozen=True)
@@ -87,7 +104,7 @@ class Engine:
         if rows_suffice(self.settings, self.plan, read.shape[1]):
             by_rows = RowFold(self.settings, read, valid)
             return by_rows, row_fold_batch(model, self.plan, tensors, by_rows, verify=verify, **options)
-        fold = {PER_HEAD: PerHeadFold, FLOW: FlowFold}.get(method, BatchFold)(self.settings, read, valid)
+        fold = (weight_fold(self.settings) or BatchFold)(self.settings, read, valid)
         if method == "value_zeroing":
             blocks = self._find_blocks(tensors)
             return fold, zeroing_batch(model, self.plan, blocks, tensors, fold, verify=verify, **options)

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from audit.capture.batches import beginning, stack, valid_positions
+from audit.capture.batches import beginning, stack
 from audit.capture.check import check_alone, same_tensors
 from audit.capture.inputs import Encoded, core_model
 from audit.capture.interface import KernelCall
@@ -32,12 +32,11 @@ from audit.capture.region_forward import (
 from audit.capture.session import (
     VERIFIED_PROBES,
     Session,
-    _batches,
     _capture_windows,
     _is_causal,
     _open,
     _plan,
-    _read_weights,
+    inputs_of,
 )
 from audit.capture.settings import FoldSettings
 from audit.capture.windows import probe_windows
@@ -161,9 +160,8 @@ def _look(session: Session, window: Sequence[Encoded]) -> _Look:
 
 
 def _inputs(session: Session, batch: Sequence[Encoded]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    tensors, device = stack(batch), core_model(session.checkpoint.model).device
-    read = torch.from_numpy(_read_weights(session, batch)).to(device)
-    return tensors, read, valid_positions(tensors, *read.shape).to(device)
+    tensors = stack(batch)
+    return (tensors, *inputs_of(session, batch, tensors))
 
 
 @dataclass(frozen=True)
@@ -220,7 +218,7 @@ def _linear(
             _verify(carrier, window)
             verified = True
         found: dict[int, RegionMasses] = {}
-        for indices in _batches(session, window):
+        for indices in session.batches(window):
             found |= dict(zip(indices, carrier.masses([window[i] for i in indices]), strict=True))
         yield from (found[i] for i in range(len(window)))
 
@@ -229,7 +227,7 @@ def _verify(carrier: _Carrier, window: Sequence[Encoded]) -> None:
     """Check on the first probes what :func:`audit.capture.session.verify` checks, in linear memory."""
     session = carrier.session
     model, plan = session.checkpoint.model, session.plan
-    batch = [window[i] for i in _batches(session, window)[0][:VERIFIED_PROBES]]
+    batch = [window[i] for i in session.batches(window)[0][:VERIFIED_PROBES]]
     (first, answer), (second, again) = carrier.run(batch, verify=True), carrier.run(batch)
     if not (same_tensors(first.columns, second.columns) and _same_answers(answer, again)):
         raise CaptureError(

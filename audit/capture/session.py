@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from audit.capture.batches import beginning, length_batches, stack, valid_positions
 from audit.capture.check import check_alone, same_tensors
@@ -75,6 +76,10 @@ class Session:
     def class_names(self) -> list[str]:
         """Return the names of the checkpoint's classes."""
         return class_names(self.checkpoint, len(core_model(self.checkpoint.model).config.id2label))
+
+    def batches(self, window: Sequence[Encoded]) -> list[list[int]]:
+        """Return the batches of a window, as indices into it."""
+        return length_batches(window, self.settings.batch_tokens, max_size=1 if self.alone else None)
 
     @cached_property
     def engine(self) -> Engine:
@@ -201,7 +206,7 @@ def _capture_windows(
     *,
     progress: Progress | None = None,
 ) -> Iterator[Captured]:
-    session: Session | PairSession | JoinedSession | None = None
+    session: AnySession | None = None
     done = 0
 
     def report(count: int) -> None:
@@ -210,24 +215,34 @@ def _capture_windows(
 
     for window in windows:
         if session is None:
-            session = _start(checkpoint, window, method, settings, wanted)
-        if isinstance(session, PairSession):
-            yield from capture_pairs(session, window)
-        elif isinstance(session, JoinedSession):
-            yield from capture_joined(session, window)
-        else:
-            yield from _run_window(session, window, report)
+            session = open_session(checkpoint, window, method, settings, wanted)
+        yield from run_session(session, window, report)
         done += len(window)
         report(0)
 
 
-def _start(
+AnySession = Session | PairSession | JoinedSession
+
+
+def run_session(
+    session: AnySession, window: Sequence[Encoded], progress: Progress | None = None
+) -> Iterator[Captured]:
+    """Yield what a session gives for the probes of a window, in order."""
+    if isinstance(session, PairSession):
+        yield from capture_pairs(session, window)
+    elif isinstance(session, JoinedSession):
+        yield from capture_joined(session, window)
+    else:
+        yield from _run_window(session, window, progress)
+
+
+def open_session(
     checkpoint: Checkpoint,
     window: Sequence[Encoded],
     method: Method,
     settings: CaptureSettings,
     wanted: dict[str, Any],
-) -> Session | PairSession | JoinedSession:
+) -> AnySession:
     """Decide and verify on the first probes what is the same for all."""
     if window[0].picture is not None:
         joined = open_joined(checkpoint, window[0], settings, method, wanted)
@@ -297,7 +312,7 @@ def check_determinism(
         verify_pairs(PairSession(checkpoint, settings, FoldSettings(), plan, method.row, {}), window)
         return
     session = _open(checkpoint, window, method, settings, {}).checking()
-    batch = [window[i] for i in _batches(session, window)[0]]
+    batch = [window[i] for i in session.batches(window)[0]]
     _agree(
         _fold(session, batch), _fold(session, batch), "two identical passes disagree; no shift can be judged"
     )
@@ -308,20 +323,15 @@ def _decide(checkpoint: Checkpoint, plan: CapturePlan, row: str, window: Sequenc
         return decide_row(checkpoint, row, max(window, key=len))
 
 
-def _batches(session: Session, window: Sequence[Encoded]) -> list[list[int]]:
-    return length_batches(window, session.settings.batch_tokens, max_size=1 if session.alone else None)
-
-
-def _run_window(
-    session: Session, window: Sequence[Encoded], progress: Callable[[int], Any]
-) -> Iterator[Captured]:
+def _run_window(session: Session, window: Sequence[Encoded], progress: Progress | None) -> Iterator[Captured]:
     ready: dict[int, Captured] = {}
     cursor, done = 0, 0
-    for indices in _batches(session, window):
+    for indices in session.batches(window):
         batch = [window[i] for i in indices]
-        ready |= dict(zip(indices, _captured(session, batch, *_fold(session, batch)), strict=True))
+        ready |= dict(zip(indices, captured_batch(session, batch, *_fold(session, batch)), strict=True))
         done += len(indices)
-        progress(done)
+        if progress is not None:
+            progress(done)
         while cursor in ready:
             yield ready.pop(cursor)
             cursor += 1
@@ -351,11 +361,18 @@ def _answer_ends(session: Session, batch: Sequence[Encoded]) -> list[Span]:
     return [answer_ends(item, session.wanted.get(item.probe.id), outputs, i) for i, item in enumerate(batch)]
 
 
-def _fold(session: Session, batch: Sequence[Encoded], *, check: bool = False) -> tuple[Fold, Any]:
-    tensors = stack(batch)
+def inputs_of(
+    session: Session, batch: Sequence[Encoded], tensors: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return the output row of each probe of a batch, and its valid positions: (batch, position) each."""
     device = core_model(session.checkpoint.model).device
     read = torch.from_numpy(_read_weights(session, batch)).to(device)
-    valid = valid_positions(tensors, *read.shape).to(device)
+    return read, valid_positions(tensors, *read.shape).to(device)
+
+
+def _fold(session: Session, batch: Sequence[Encoded], *, check: bool = False) -> tuple[Fold, Any]:
+    tensors = stack(batch)
+    read, valid = inputs_of(session, batch, tensors)
     return session.engine.run(batch, tensors, read, valid, verify=check)
 
 
@@ -370,7 +387,7 @@ def verify(session: Session, window: Sequence[Encoded]) -> None:
     ------
     CaptureError
     """
-    batch = [window[i] for i in _batches(session, window)[0][:VERIFIED_PROBES]]
+    batch = [window[i] for i in session.batches(window)[0][:VERIFIED_PROBES]]
     checking = session.checking()
     first, second = _fold(checking, batch, check=True), _fold(checking, batch)
     _agree(first, second, "two identical passes disagree; no shift can be judged")
@@ -393,7 +410,8 @@ def _agree(first: tuple[Fold, Any], second: tuple[Fold, Any], message: str) -> N
         raise CaptureError(f"determinism: {message}, use another device or attention implementation")
 
 
-def _captured(session: Session, batch: Sequence[Encoded], fold: Fold, outputs: Any) -> list[Captured]:
+def captured_batch(session: Session, batch: Sequence[Encoded], fold: Fold, outputs: Any) -> list[Captured]:
+    """Return the maps and predictions of a batch."""
     wanted = {**session.wanted, **fold.targets}
     at, labelled = fold.read.argmax(dim=1), session.row.kind == "labelled"
     answers = predictions(session.checkpoint, batch, outputs, wanted, at, labelled=labelled)

@@ -25,7 +25,7 @@ from audit.pipeline.live import (
     memory_obstacle,
     method_on_demand,
 )
-from audit.pipeline.maps import compute_maps, compute_reliance
+from audit.pipeline.maps import compute_maps, compute_maps_by_method, compute_reliance
 from audit.pipeline.plan import Progress, RunPlan, plan_audit, plan_run
 from audit.pipeline.planning import plan_sensitivity
 from audit.pipeline.publish import publish, report_context, write_html
@@ -49,6 +49,7 @@ __all__ = [
     "compare_runs",
     "compare_subset",
     "compute_maps",
+    "compute_maps_by_method",
     "compute_reliance",
     "confirm_regions",
     "example_maps",

@@ -68,6 +68,47 @@ def compute_maps(
         yield from captured.maps
 
 
+def compute_maps_by_method(
+    checkpoint: Checkpoint,
+    probes: Probes,
+    methods: Sequence[str | Method],
+    *,
+    row: str = "auto",
+    target: Any = None,
+    settings: CaptureSettings | None = None,
+) -> Iterator[tuple[Map, ...]]:
+    """Yield the maps of each probe by several methods; those that read attention alone share a forward pass.
+
+    Parameters
+    ----------
+    checkpoint, probes, target, settings : see :func:`compute_maps`
+    methods : sequence of str or Method
+        With one output row.
+    row : str
+        Output row of methods that are given by name.
+
+    Yields
+    ------
+    tuple of Map
+        One tuple for each probe × stream, in the order of `methods`.
+
+    Raises
+    ------
+    ConfigError, ProbeError, CaptureError
+
+    Notes
+    -----
+    Rollout with any fusion or pruning of heads, rollout of single heads, raw attention and attention flow
+    are folds of the same weights; every other method takes its own passes.
+    """
+    from audit.capture.together import capture_methods
+
+    records = [one if isinstance(one, Method) else Method(one, row) for one in methods]
+    items = as_probe_list(probes)
+    for each in capture_methods(checkpoint, items, records, settings=settings, target=target):
+        yield from zip(*(one.maps for one in each), strict=True)
+
+
 def compute_reliance(
     checkpoint: Checkpoint,
     probes: Probes,
