@@ -16,8 +16,8 @@ GAUSSIAN = 1.4826
 def noise_scale(values: ArrayLike, known: float = 0.0) -> float:
     """Return the standard deviation of the noise: the larger of what is known and what the series shows.
 
-    The series shows 1.4826 · median \\|x_(t+1) - x_t\\| / √2, which one jump does not raise and a slow drift
-    does, so that a drift is not cut into steps.
+    The series shows 1.4826 · median of the steps |x_(t+1) - x_t| / √2, which one jump does not raise and a
+    slow drift does, so that a drift is not cut into steps.
 
     Parameters
     ----------
