@@ -135,11 +135,12 @@ def capture(
     from audit.config import load_config
     from audit.pipeline import capture_all, plan_audit
 
-    plans = [plan for plan in plan_audit(load_config(config)) if role in (None, plan.role.partition("@")[0])]
+    settings = load_config(config)
+    plans = [plan for plan in plan_audit(settings) if role in (None, plan.role.partition("@")[0])]
     if not plans:
         raise ConfigError(f"{config} has no checkpoint as {role!r}; use before, after or replicate-<i>")
     with progress_bars() as progress:
-        runs = capture_all(plans, progress=progress)
+        runs = capture_all(plans, together=settings.capture.together, progress=progress)
     say(json.dumps(runs) if as_json else "\n".join(f"{name}\t{run_id}" for name, run_id in runs.items()))
 
 

@@ -166,6 +166,7 @@ class CaptureSection(_Section):
     batch_tokens: Annotated[int, Field(gt=0)] = CaptureSettings.batch_tokens
     shard_probes: Annotated[int, Field(gt=0)] = CaptureSettings.shard_probes
     layer_maps: bool = CaptureSettings.layer_maps
+    together: bool = False
 
 
 class StatisticsSection(_Section):

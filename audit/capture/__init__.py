@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from audit.capture.occlusion import Occlusion, occlude, occluded_scores
     from audit.capture.session import capture, check_determinism, check_probes
     from audit.capture.shuffling import cascade, shuffled
+    from audit.capture.windows import probe_windows
 
 __all__ = [
     "HeadFit",
@@ -23,6 +24,7 @@ __all__ = [
     "fit_head_weights",
     "occlude",
     "occluded_scores",
+    "probe_windows",
     "shuffled",
 ]
 
@@ -35,6 +37,8 @@ def __getattr__(name: str) -> Any:
         from audit.capture import shuffling as module  # type: ignore[no-redef]
     elif name in ("HeadFit", "fit_head_weights"):
         from audit.capture import head_weights as module  # type: ignore[no-redef]
+    elif name == "probe_windows":
+        from audit.capture import windows as module  # type: ignore[no-redef]
     elif name in __all__:
         from audit.capture import session as module  # type: ignore[no-redef]
     else:

@@ -107,6 +107,7 @@ def capture(
     settings: CaptureSettings | None = None,
     target: Target = None,
     progress: Progress | None = None,
+    windows: Iterator[list[Encoded]] | None = None,
 ) -> Iterator[Captured]:
     """Run `probes` through a checkpoint and yield each one's map and prediction, in order.
 
@@ -129,6 +130,8 @@ def capture(
         logits. See docs/methods.md.
     progress : callable, optional
         Called with the number of probes done.
+    windows : iterator, optional
+        What :func:`audit.capture.probe_windows` gives for these probes, where it is at hand.
 
     Yields
     ------
@@ -150,7 +153,7 @@ def capture(
     wanted = targets_by_probe(target, probes)
     check_targets(checkpoint, wanted, probes)
     plan_capture(core_model(checkpoint.model))  # refuses before anything is encoded
-    windows = probe_windows(checkpoint, probes, settings, method.row)
+    windows = windows or probe_windows(checkpoint, probes, settings, method.row)
     if settings.stride is None:
         yield from _capture_windows(checkpoint, windows, method, settings, wanted, progress=progress)
         return

@@ -13,15 +13,25 @@ from audit.pipeline.loader import LOADER
 from audit.pipeline.plan import Progress, RunPlan, load_probes, target_of
 from audit.pipeline.targets import PREDICTION, shard_answers
 from audit.probes import load_annotations
-from audit.records import Map, Prediction, Probe, ProbeSet, Region, Reliance
+from audit.records import Captured, Checkpoint, Map, Prediction, Probe, ProbeSet, Region, Reliance
 from audit.regions import check_regions_match, count_matches, reliance
 from audit.store import RunWriter, Store
 
 LOG = logging.getLogger("audit")
 
 
-def capture_all(plans: Sequence[RunPlan], *, progress: Progress | None = None) -> dict[str, str]:
+def capture_all(
+    plans: Sequence[RunPlan], *, together: bool = False, progress: Progress | None = None
+) -> dict[str, str]:
     """Capture every plan that the store does not hold yet; see :func:`capture_run`.
+
+    Parameters
+    ----------
+    plans : sequence of RunPlan
+    together : bool
+        Hold all checkpoints in memory and read the probes once; see
+        :func:`audit.pipeline.joint.capture_together`.
+    progress : callable, optional
 
     Returns
     -------
@@ -31,6 +41,10 @@ def capture_all(plans: Sequence[RunPlan], *, progress: Progress | None = None) -
     note = cost_note([plan for plan in plans if not is_stored(plan)])
     if note is not None:
         LOG.info(note)
+    if together:
+        from audit.pipeline.joint import capture_together
+
+        return capture_together(plans, progress=progress)
     return {plan.role: capture_run(plan, progress=progress) for plan in plans}
 
 
@@ -113,7 +127,7 @@ def check_regions(plan: RunPlan) -> ProbeSet:
     ProbeError
         Naming every region that no probe has; or when the file has changed since it was planned.
     """
-    probes = _planned_probes(plan)
+    probes = planned_probes(plan)
     try:
         check_regions_match(plan.spec.regions, probes.probes)
     except ValueError as error:
@@ -131,12 +145,18 @@ def check_run(plan: RunPlan) -> None:
     CaptureError
         When the same probe twice through the checkpoint gives two maps.
     """
-    probes = check_regions(plan).probes
+    check_regions(plan)
     with LOADER.use(plan) as checkpoint:
-        from audit.capture import check_determinism, check_probes
+        check_loaded(plan, checkpoint)
 
-        check_probes(checkpoint, probes, plan.spec.settings)
-        check_determinism(checkpoint, probes, method=plan.spec.method, settings=plan.spec.settings)
+
+def check_loaded(plan: RunPlan, checkpoint: Checkpoint) -> None:
+    """Check a plan's probes and determinism on its loaded checkpoint; see :func:`check_run`."""
+    from audit.capture import check_determinism, check_probes
+
+    probes = check_regions(plan).probes
+    check_probes(checkpoint, probes, plan.spec.settings)
+    check_determinism(checkpoint, probes, method=plan.spec.method, settings=plan.spec.settings)
 
 
 def capture_shard(plan: RunPlan, index: int, *, progress: Progress | None = None) -> None:
@@ -151,7 +171,7 @@ def capture_shard(plan: RunPlan, index: int, *, progress: Progress | None = None
         Counts the probes of this shard.
     """
     start, stop = plan.shards[index]
-    probes = _planned_probes(plan).probes[start:stop]
+    probes = planned_probes(plan).probes[start:stop]
     with LOADER.use(plan) as checkpoint:
         from audit.capture import capture
 
@@ -167,6 +187,11 @@ def capture_shard(plan: RunPlan, index: int, *, progress: Progress | None = None
                 progress=_shard_progress(progress, plan.role, len(probes)),
             )
         )
+    write_captured(plan, index, probes, captured)
+
+
+def write_captured(plan: RunPlan, index: int, probes: Sequence[Probe], captured: Sequence[Captured]) -> None:
+    """Write what was captured of a shard's probes, with their shares of the plan's regions."""
     labels = plan.spec.checkpoint.labels
     annotated = [
         replace(item, prediction=annotate(item.prediction, probe, labels))
@@ -232,7 +257,8 @@ def _reliance_of(one_map: Map, probe: Probe, regions: Sequence[Region]) -> tuple
         raise ProbeError(f"probe {probe.id}: {error}") from None
 
 
-def _planned_probes(plan: RunPlan) -> ProbeSet:
+def planned_probes(plan: RunPlan) -> ProbeSet:
+    """Return a plan's probes, or raise ProbeError where their file has changed since it was planned."""
     probes = load_probes(plan.probes)
     planned = (plan.spec.inputs_digest, plan.spec.annotations_digest)
     if (probes.inputs_digest, probes.annotations_digest) != planned:

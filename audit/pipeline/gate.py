@@ -54,7 +54,7 @@ def run_audit(
     """
     require_rules(config)
     check_sources(config, Store(config.store.url))
-    capture_all(plan_audit(config), progress=progress)
+    capture_all(plan_audit(config), together=config.capture.together, progress=progress)
     return gate_runs(
         config,
         progress=progress,

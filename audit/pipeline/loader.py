@@ -63,13 +63,8 @@ class Loader:
         if self.checkpoint is not None:  # free the old one before the new one comes
             self.checkpoint = self.key = None
             gc.collect()
-        checkpoint = load(plan.source, plan.device, plan.spec.settings)
-        if checkpoint.info.digest != plan.spec.checkpoint.digest:
-            raise CheckpointError(
-                f"checkpoint {plan.source.ref} was changed while it was audited; run the audit again"
-            )
-        self.checkpoint, self.key = checkpoint, _Key.of(plan)
-        return checkpoint
+        self.checkpoint, self.key = load_planned(plan), _Key.of(plan)
+        return self.checkpoint
 
 
 def _without_adapter(key: _Key) -> _Key:
@@ -85,6 +80,22 @@ def _uncovered(checkpoint: Checkpoint, stack: ExitStack) -> Checkpoint | None:
     except CheckpointError:
         return None  # the adapter trained what cannot be switched off: load the base by itself
     return base if base.info.tokenizer_digest == checkpoint.info.tokenizer_digest else None
+
+
+def load_planned(plan: RunPlan) -> Checkpoint:
+    """Load the checkpoint of `plan`.
+
+    Raises
+    ------
+    CheckpointError
+        When it cannot be loaded, or its files are no longer those that were planned.
+    """
+    checkpoint = load(plan.source, plan.device, plan.spec.settings)
+    if checkpoint.info.digest != plan.spec.checkpoint.digest:
+        raise CheckpointError(
+            f"checkpoint {plan.source.ref} was changed while it was audited; run the audit again"
+        )
+    return checkpoint
 
 
 def load(source: CheckpointSource, device: str, settings: CaptureSettings) -> Checkpoint:
