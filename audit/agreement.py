@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from audit._maps import Result, as_result
+from audit.metrics.maps import Result, as_result
 from audit.records import Map, Probe, Region
 from audit.regions import region_weights, reliance
 

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import special
 
-from audit._multiplicity import benjamini_hochberg, e_process, holm, sign_flip_max_t
 from audit.records import ReplicateTest
+from audit.statistics.multiplicity import benjamini_hochberg, e_process, holm, sign_flip_max_t
 
 __all__ = [
     "Alternative",

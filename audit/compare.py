@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from audit._distances import compare_distances
-from audit._tables import compare_interaction, compare_tables
 from audit.alignment import same_positions
 from audit.records import Cell, Column, Comparison, Map, Positions, ShareTable
+from audit.statistics.distances import compare_distances
+from audit.statistics.tables import compare_interaction, compare_tables
 
 __all__ = ["compare_distances", "compare_interaction", "compare_maps", "compare_tables"]
 

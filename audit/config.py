@@ -15,11 +15,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from audit._measures import SIMILARITIES, MapMeasure
 from audit._method_parameters import check_method
 from audit.errors import ConfigError
 from audit.records import CaptureSettings, Effect, Method, Policy, Region, ReplicateKind, Rule
 from audit.regions import parse_regions
+from audit.statistics.measures import SIMILARITIES, MapMeasure
 
 RESAMPLES = 9999
 DEFAULT_MEASURES: tuple[MapMeasure, ...] = ("js_distance", "wasserstein")
@@ -211,7 +211,7 @@ class RuleSection(_Section):
 
     def _check_bounds(self, fail: float) -> None:
         """Refuse limits that no value, or every value, could keep."""
-        from audit._rules import limit_bounds
+        from audit.verdicts.rules import limit_bounds
 
         rule = Rule(**self.model_dump())
         if fail < 0 and self.measure not in SIMILARITIES and self.direction != "decrease":

@@ -10,12 +10,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from audit._floor import floor_of, plural
-from audit._rules import find_cells, judge_excess, judge_limit, precheck
 from audit.calibrate import holm
 from audit.errors import ConfigError, ExitCode, NothingEvaluatedError
 from audit.faithfulness import unproven
 from audit.records import Cell, Comparison, Outcome, Policy, Rule, RuleVerdict, Verdict, worst
+from audit.verdicts.floor import floor_of, plural
+from audit.verdicts.rules import find_cells, judge_excess, judge_limit, precheck
 
 _EXIT = {
     Outcome.PASS: ExitCode.PASS,

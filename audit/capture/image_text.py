@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from audit._region_weights import part_texts
 from audit.capture.inputs import (
     Encoded,
     _markers,
@@ -24,6 +23,7 @@ from audit.capture.positions import Span, token_positions
 from audit.errors import CheckpointError, ProbeError
 from audit.media import load_image
 from audit.records import CaptureSettings, Checkpoint, Positions, Probe
+from audit.regions.weights import part_texts
 
 IMAGE_INPUTS = ("pixel_values", "image_patches", "flattened_patches")
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from audit._region_parse import nearest
 from audit.errors import ConfigError
 from audit.records import CheckpointInfo, Probe, ProbeSet, Region, Rule
+from audit.regions.parse import nearest
 
 CLASSIFIERS = ("ForSequenceClassification", "ForImageClassification", "ForAudioClassification")
 """Endings of the model classes whose labels must be classes of the checkpoint."""

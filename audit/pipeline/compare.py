@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from audit._domain import compare_distributions
-from audit._resampling import encode_groups
 from audit.compare import compare_interaction, compare_tables
 from audit.config import DEFAULT_MEASURES, RESAMPLES
 from audit.errors import NothingEvaluatedError, ProbeError
@@ -19,6 +17,8 @@ from audit.pipeline.map_measures import map_measures
 from audit.pipeline.predictions import prediction_changes
 from audit.pipeline.runs import RunData, StoredRun, mismatches, read_run
 from audit.records import Cell, Column, Comparison, Policy, RunRef, ShareTable
+from audit.statistics.domain import compare_distributions
+from audit.statistics.resampling import encode_groups
 from audit.store import Store
 
 Run = RunData | StoredRun

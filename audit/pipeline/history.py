@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from audit._rules import limit_bounds
 from audit.errors import ConfigError
 from audit.records import Comparison, Policy, Rule
 from audit.store import Store
+from audit.verdicts.rules import limit_bounds
 
 
 def attempt_of(store: Store, comparison_id: str | None) -> int | None:

@@ -7,13 +7,13 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from audit._probe_fields import CONTENT, FIELDS
-from audit._probe_rows import read_rows
-from audit._tasks import BACKBONE, task_of
 from audit.errors import ConfigError
 from audit.models import checkpoint_info
+from audit.models.tasks import BACKBONE, task_of
 from audit.pipeline.files import writing
 from audit.probes import read_probes
+from audit.probes.fields import CONTENT, FIELDS
+from audit.probes.rows import read_rows
 from audit.records import CheckpointInfo, Probe, ProbeSet
 
 SYNONYMS = {

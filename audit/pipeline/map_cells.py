@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from audit._tables import segment_rows
 from audit.compare import compare_distances, compare_tables
 from audit.pipeline.map_measures import Key, MapMeasures
 from audit.records import Cell, Column, ShareTable
+from audit.statistics.tables import segment_rows
 
 Array = NDArray[np.float64]
 Segments = Mapping[str, Sequence[str | None]]

@@ -14,10 +14,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from audit._method_parameters import TARGETED
-from audit._tasks import COMPARES, task_of
 from audit.config import AuditConfig, CheckpointSection, ReplicateSection
 from audit.errors import CheckpointError, ConfigError, ProbeError
 from audit.models import checkpoint_info, compatible_targets
+from audit.models.tasks import COMPARES, task_of
 from audit.pipeline.checks import check_replicates, check_rules, label_note
 from audit.pipeline.targets import PREDICTION, answers_digest
 from audit.probes import read_probes

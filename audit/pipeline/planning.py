@@ -9,18 +9,6 @@ from dataclasses import replace
 import numpy as np
 from scipy import special
 
-from audit._resampling import collapse, encode_groups, variance_of_mean
-from audit._rules import limit_bounds
-from audit._sensitivity import (
-    Chances,
-    PlannedRule,
-    Sensitivity,
-    Spread,
-    excess_chances,
-    limit_chances,
-    probes_for,
-    replicates_for,
-)
 from audit.calibrate import Alternative, minimum_detectable_shift
 from audit.config import AuditConfig
 from audit.errors import AuditError, NothingEvaluatedError
@@ -30,7 +18,19 @@ from audit.pipeline.plan import audit_regions, load_probes, probe_source
 from audit.pipeline.resolve import replicate_runs, resolve
 from audit.pipeline.runs import RunData
 from audit.records import STRONG_KINDS, Policy, Rule
+from audit.statistics.resampling import collapse, encode_groups, variance_of_mean
+from audit.statistics.sensitivity import (
+    Chances,
+    PlannedRule,
+    Sensitivity,
+    Spread,
+    excess_chances,
+    limit_chances,
+    probes_for,
+    replicates_for,
+)
 from audit.store import Store
+from audit.verdicts.rules import limit_bounds
 
 PLANNED = frozenset({"shift"})
 """Measures whose sensitivity is planned; the others follow the replicates' own spread."""

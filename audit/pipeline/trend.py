@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from audit._changes import FEWEST, change_points, noise_scale
 from audit.calibrate import e_process
 from audit.records import Comparison, Policy
+from audit.statistics.changes import FEWEST, change_points, noise_scale
 from audit.store import Store
 
 ALARM = 20.0
@@ -45,8 +45,8 @@ class Trend:
     course : tuple of float
         Value of the e-process after each look.
     changes : tuple of int
-        Indices into `looks` from which on the mean share is another (:func:`audit._changes.change_points`):
-        for reading the history, not for judging it.
+        Indices into `looks` from which on the mean share is another, see
+        :func:`audit.statistics.changes.change_points`: for reading the history, not for judging it.
     """
 
     region: str

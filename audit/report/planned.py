@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from audit._sensitivity import Chances, PlannedRule, Sensitivity
 from audit.report.terminal import bullets, console, table, written
 from audit.report.wording import MISSING, clip, number
+from audit.statistics.sensitivity import Chances, PlannedRule, Sensitivity
 
 
 def plan_table(plan: Sensitivity, *, width: int = 110) -> str:

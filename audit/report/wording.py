@@ -10,9 +10,9 @@ import math
 import unicodedata
 from typing import TypeGuard
 
-from audit._measures import SIGNED as SIGNED_MEASURES
-from audit._measures import SIMILARITIES
 from audit.records import Rule, RuleVerdict
+from audit.statistics.measures import SIGNED as SIGNED_MEASURES
+from audit.statistics.measures import SIMILARITIES
 
 MISSING = "–"
 SIGNED = SIGNED_MEASURES | {"logit"}

@@ -11,9 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from audit._coverage_checks import examine
-from audit._coverage_configs import build_model, model_class, tiny_config
-from audit._coverage_inputs import TOKENS, random_inputs
 from audit.coverage import (
     STATUSES,
     UNEXPECTED,
@@ -23,6 +20,9 @@ from audit.coverage import (
     read_coverage,
     write_coverage,
 )
+from audit.coverage.checks import examine
+from audit.coverage.configs import build_model, model_class, tiny_config
+from audit.coverage.inputs import TOKENS, random_inputs
 from audit.errors import ConfigError
 
 INTERFACE = [

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from audit._sensitivity import excess_chances, limit_chances, probes_for, replicates_for
 from audit.calibrate import replicate_power, replicate_test
 from audit.config import load_config
 from audit.errors import NothingEvaluatedError
 from audit.gate import evaluate_gate
 from audit.pipeline import plan_sensitivity
 from audit.records import Cell, Comparison, Outcome, Policy, Rule
+from audit.statistics.sensitivity import excess_chances, limit_chances, probes_for, replicates_for
 from tests.integration.test_approvals import cli
 from tests.synthetic import World, release
 

@@ -10,7 +10,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from audit._tasks import BACKBONE, task_of
+from audit.models.tasks import BACKBONE, task_of
 from audit.records import Checkpoint, CheckpointInfo, Probe
 
 WORDS = ["the", "film", "was", "truly", "very", "good", "bad", "dull", "fine", "and", "she"]

@@ -1,4 +1,4 @@
-"""Change points against every possible segmentation, known series, and the false-alarm rate that is promised."""
+"""Change points against every segmentation, known series, and the false-alarm rate that is promised."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from audit._changes import FACTOR, FEWEST, change_points, noise_scale
+from audit.statistics.changes import FACTOR, FEWEST, change_points, noise_scale
 
 
 def slowly(values: list[float], scale: float) -> tuple[int, ...]:

@@ -10,8 +10,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from audit import _cells, metrics
-from audit._resampling import (
+from audit import metrics
+from audit.calibrate import replicate_test
+from audit.compare import compare_distances, compare_interaction, compare_maps, compare_tables
+from audit.records import Cell, Column, Map, Positions, ShareTable
+from audit.statistics import cells
+from audit.statistics.resampling import (
     Units,
     bca_interval,
     bootstrap_means,
@@ -23,9 +27,6 @@ from audit._resampling import (
     two_sample_pvalues,
     variance_of_mean,
 )
-from audit.calibrate import replicate_test
-from audit.compare import compare_distances, compare_interaction, compare_maps, compare_tables
-from audit.records import Cell, Column, Map, Positions, ShareTable
 
 FAST = {"resamples": 199}
 
@@ -217,7 +218,7 @@ def test_equal_arguments_give_equal_cells_and_seeds_differ():
 def test_column_blocks_do_not_change_the_result(monkeypatch):
     pair = table(shares(c=5, seed=1)), table(shares(c=5, seed=2))
     whole = compare_tables(*pair, **FAST)
-    monkeypatch.setattr(_cells, "_BLOCK", 2)
+    monkeypatch.setattr(cells, "_BLOCK", 2)
     for one, two in zip(whole, compare_tables(*pair, **FAST), strict=True):
         assert one.interval == pytest.approx(two.interval, rel=1e-12)
         assert (one.measure, one.region, one.pvalue) == (two.measure, two.region, two.pvalue)

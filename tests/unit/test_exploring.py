@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from audit._domain import compare_distributions, distances_of_labels, mmd_of_labels
-from audit._resampling import wilcoxon_pvalues
-from audit._tables import compare_tables
 from audit.calibrate import benjamini_hochberg, sign_flip_max_t
 from audit.records import Column, ShareTable
+from audit.statistics.domain import compare_distributions, distances_of_labels, mmd_of_labels
+from audit.statistics.resampling import wilcoxon_pvalues
+from audit.statistics.tables import compare_tables
 
 
 def table(values, prefix: str = "p") -> ShareTable:

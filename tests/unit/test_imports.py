@@ -16,7 +16,24 @@ HEAVY = (
     "duckdb",
     "pyarrow",
 )
-PURE = ("records", "errors", "metrics", "regions", "compare", "calibrate", "gate", "report")
+PURE = (
+    "records",
+    "errors",
+    "serialize",
+    "metrics",
+    "regions",
+    "agreement",
+    "alignment",
+    "faithfulness",
+    "statistics.sensitivity",
+    "statistics.changes",
+    "statistics.domain",
+    "compare",
+    "calibrate",
+    "verdicts.rules",
+    "gate",
+    "report",
+)
 
 
 def run_python(code: str) -> str:

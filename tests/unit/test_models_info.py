@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from audit import _digests
 from audit.errors import CheckpointError, ExitCode
-from audit.models import checkpoint_info, compatible_targets, estimate
+from audit.models import checkpoint_info, compatible_targets, digests, estimate
 from audit.records import CheckpointInfo
 
 ROOT = Path(__file__).parents[2]
@@ -126,13 +125,13 @@ def test_file_sha256_is_the_hash_of_the_content_and_is_remembered(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(bytes(range(256)) * 5000)
     expected = sha256(path.read_bytes()).hexdigest()
-    assert _digests.file_sha256(path) == expected
+    assert digests.file_sha256(path) == expected
     stat = path.stat()
     path.write_bytes(b"x" * stat.st_size)
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert _digests.file_sha256(path) == expected  # same size and time: read from memory
+    assert digests.file_sha256(path) == expected  # same size and time: read from memory
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
-    assert _digests.file_sha256(path) == sha256(b"x" * stat.st_size).hexdigest()
+    assert digests.file_sha256(path) == sha256(b"x" * stat.st_size).hexdigest()
 
 
 # --- what the config says ---------------------------------------------------------------------

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from audit._region_text import find_terms, index_terms
 from audit.records import Map, Positions, Probe, Region
 from audit.regions import (
     check_regions_match,
@@ -21,6 +20,7 @@ from audit.regions import (
     region_weights,
     reliance,
 )
+from audit.regions.text import find_terms, index_terms
 
 
 def find(text, *terms, case_sensitive=False):

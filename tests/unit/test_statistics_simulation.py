@@ -12,16 +12,6 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from audit._resampling import (
-    bca_interval,
-    bootstrap_means,
-    collapse,
-    encode_groups,
-    percentile_interval,
-    sign_flip_pvalues,
-    two_sample_pvalues,
-    variance_of_mean,
-)
 from audit.calibrate import (
     e_process,
     equivalence,
@@ -33,6 +23,16 @@ from audit.calibrate import (
 )
 from audit.gate import evaluate_gate
 from audit.records import Cell, Comparison, Outcome, Policy, Rule
+from audit.statistics.resampling import (
+    bca_interval,
+    bootstrap_means,
+    collapse,
+    encode_groups,
+    percentile_interval,
+    sign_flip_pvalues,
+    two_sample_pvalues,
+    variance_of_mean,
+)
 
 AUDITS = 1000
 

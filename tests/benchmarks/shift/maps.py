@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import audit
-from audit._tasks import BACKBONE, task_of
+from audit.models.tasks import BACKBONE, task_of
 from audit.records import Checkpoint, CheckpointInfo, Map, Probe, Region
 from audit.regions import region_columns
 from tests.benchmarks.shift.bases import HARMLESS, REPLICATES, State, written

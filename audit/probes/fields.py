@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from audit._probe_rows import parse_json
-from audit._region_parse import check_box, nearest
-from audit._region_weights import part_texts
 from audit.media import image_size, load_audio, load_image
+from audit.probes.rows import parse_json
 from audit.records import Probe
+from audit.regions.parse import check_box, nearest
+from audit.regions.weights import part_texts
 
 FIELDS = ("id", "text", "text_pair", "messages", "image", "audio", "label", "group", "segments", "regions")
 CONTENT = ("text", "messages", "image", "audio")

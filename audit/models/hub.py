@@ -64,7 +64,7 @@ def _fetch(ref: str, revision: str | None) -> tuple[Path, str | None]:
             f"checkpoint {ref}: no such directory, and hub ids need the capture extra; "
             "pip install 'rollout-audit[capture]'"
         ) from None
-    from audit._digests import weight_candidates, weight_files
+    from audit.models.digests import weight_candidates, weight_files
 
     def download(patterns: Sequence[str], at: str | None) -> Path:
         return Path(

@@ -8,8 +8,8 @@ from typing import Any
 import transformers
 from transformers.models.auto.auto_mappings import PROCESSOR_MAPPING_NAMES
 
-from audit import _digests as files
-from audit._loading import LOCK, Loaded, Request, explained, quietly
+from audit.models import digests as files
+from audit.models.loading import LOCK, Loaded, Request, explained, quietly
 
 
 def load_processor(request: Request, home: Path, loaded: Loaded) -> Any:

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from audit._probe_fields import CONTENT, FIELDS, make_probe
-from audit._probe_rows import Row, read_rows
-from audit._region_parse import nearest
 from audit.errors import ProbeError
 from audit.media import load_audio, load_image, load_mask, save_audio, save_image
+from audit.probes.fields import CONTENT, FIELDS, make_probe
+from audit.probes.rows import Row, read_rows
 from audit.records import Probe, ProbeSet, digest
+from audit.regions.parse import nearest
 
 __all__ = ["as_probes", "content_digest", "load_annotations", "read_probes", "write_probes"]
 

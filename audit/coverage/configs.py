@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from audit._coverage_recipes import RECIPES
+from audit.coverage.recipes import RECIPES
 
 LARGEST = 60_000_000  # parameters
 WIDTH, HEADS, HEAD, LAYERS, VOCABULARY = 32, 4, 8, 2, 128

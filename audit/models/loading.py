@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import transformers
 
-from audit import _digests as files
-from audit._tasks import BACKBONE, is_classifier, task_of
 from audit.errors import CheckpointError
+from audit.models import digests as files
+from audit.models.tasks import BACKBONE, is_classifier, task_of
 
 LOCK = threading.RLock()
 """transformers swaps global initialisers and log levels while it loads: one load at a time."""

@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from audit._cells import (
+from audit.records import Cell, Column, Effect, ShareTable
+from audit.statistics.cells import (
     Interval,
     Options,
     Replicates,
@@ -19,9 +20,8 @@ from audit._cells import (
     strong_mask,
     two_sample_estimates,
 )
-from audit._multiplicity import benjamini_hochberg
-from audit._resampling import Array, Codes, collapse, encode_groups, variance_of_mean
-from audit.records import Cell, Column, Effect, ShareTable
+from audit.statistics.multiplicity import benjamini_hochberg
+from audit.statistics.resampling import Array, Codes, collapse, encode_groups, variance_of_mean
 
 Groups = Sequence[str | None]
 _NAMED = 3

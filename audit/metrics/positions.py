@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from audit._maps import Result, as_result, checked_map, checked_pair
+from audit.metrics.maps import Result, as_result, checked_map, checked_pair
 
 
 def wasserstein(p: ArrayLike, q: ArrayLike) -> Result:

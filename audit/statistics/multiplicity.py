@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from audit._resampling import collapse, encode_groups, sign_flip_max_pvalues
+from audit.statistics.resampling import collapse, encode_groups, sign_flip_max_pvalues
 
 Array = NDArray[np.float64]
 

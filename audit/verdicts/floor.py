@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from audit._measures import DISTANCES
 from audit.calibrate import (
     Alternative,
     distance_replicate_test,
@@ -18,6 +17,7 @@ from audit.calibrate import (
     replicate_test,
 )
 from audit.records import STRONG_KINDS, Cell, Policy, ReplicateTest, Rule
+from audit.statistics.measures import DISTANCES
 
 WANTED_REPLICATES = 5
 _REPLICATES_TRIED = (*range(3, 21), 25, 30, 40, 50, 75, 100)

@@ -10,7 +10,11 @@ from typing import Any
 
 from scipy.special import stdtrit
 
-from audit._floor import (
+from audit.calibrate import equivalence
+from audit.errors import ConfigError
+from audit.records import Cell, Comparison, Outcome, Policy, ReplicateTest, Rule, RuleVerdict
+from audit.statistics.measures import DISTANCES, SIMILARITIES
+from audit.verdicts.floor import (
     Floor,
     adjusted_detectable,
     direction_of,
@@ -20,8 +24,7 @@ from audit._floor import (
     replicates_needed,
     within_of,
 )
-from audit._measures import DISTANCES, SIMILARITIES
-from audit._sentences import (
+from audit.verdicts.sentences import (
     excess_numbers,
     excess_sentence,
     explanation,
@@ -29,9 +32,6 @@ from audit._sentences import (
     place,
     retraining,
 )
-from audit.calibrate import equivalence
-from audit.errors import ConfigError
-from audit.records import Cell, Comparison, Outcome, Policy, ReplicateTest, Rule, RuleVerdict
 
 
 def _nearest(wanted: object, known: Iterable[object]) -> str:

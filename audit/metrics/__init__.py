@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import entr, rel_entr
 
-from audit._maps import Result, as_result, checked_map, checked_pair
-from audit._positions import (
+from audit.metrics.maps import Result, as_result, checked_map, checked_pair
+from audit.metrics.positions import (
     center_of_mass,
     center_of_mass_shift,
     earth_mover_distance,

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from audit._region_parse import carrier
-from audit._region_text import Span, find_pattern, find_terms, index_terms
 from audit.records import Positions, Probe, Region
+from audit.regions.parse import carrier
+from audit.regions.text import Span, find_pattern, find_terms, index_terms
 
 Weights = NDArray[np.float64]
 OUTSIDE_CONTENT = frozenset({"special", "first"})

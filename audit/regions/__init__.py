@@ -20,8 +20,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from audit._region_parse import expand_regions, parse_regions
-from audit._region_weights import (
+from audit.records import FloatArray, Map, Positions, Probe, Region, Reliance, Stream
+from audit.regions.parse import expand_regions, parse_regions
+from audit.regions.weights import (
     OUTSIDE_CONTENT,
     Weights,
     find_spans,
@@ -29,7 +30,6 @@ from audit._region_weights import (
     region_weights,
     rest_weights,
 )
-from audit.records import FloatArray, Map, Positions, Probe, Region, Reliance, Stream
 
 __all__ = [
     "check_regions_match",

@@ -8,8 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from audit._coverage_configs import build_model
-from audit._coverage_inputs import random_inputs
 from audit.capture.engine import BatchFold
 from audit.capture.inputs import Encoded
 from audit.capture.layers import CapturePlan, plan_capture
@@ -21,6 +19,8 @@ from audit.capture.settings import FoldSettings
 from audit.capture.streams import stream_positions
 from audit.capture.windowed import has_windows
 from audit.coverage import UNEXPECTED, Coverage
+from audit.coverage.configs import build_model
+from audit.coverage.inputs import random_inputs
 from audit.errors import AuditError, CaptureError
 from audit.records import Captured, Checkpoint, CheckpointInfo, Map, Method, Positions, Probe
 

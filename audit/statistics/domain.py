@@ -13,9 +13,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from audit._multiplicity import benjamini_hochberg
-from audit._resampling import Array, Codes, encode_groups
 from audit.records import Cell, Column, Effect, ShareTable
+from audit.statistics.multiplicity import benjamini_hochberg
+from audit.statistics.resampling import Array, Codes, encode_groups
 
 Groups = Sequence[str | None]
 

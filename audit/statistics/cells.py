@@ -9,7 +9,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from audit._resampling import (
+from audit.calibrate import replicate_test
+from audit.records import STRONG_KINDS, Cell, Column, Effect, ReplicateTest
+from audit.statistics.resampling import (
     Array,
     Codes,
     SignFlips,
@@ -24,8 +26,6 @@ from audit._resampling import (
     variance_of_mean,
     wilcoxon_pvalues,
 )
-from audit.calibrate import replicate_test
-from audit.records import STRONG_KINDS, Cell, Column, Effect, ReplicateTest
 
 Interval = Literal["percentile", "bca"]
 _BLOCK = 512  # columns whose resamples are in memory at once

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from audit import _digests as files
-from audit._hub import resolve
-from audit._tasks import BACKBONE, is_classifier, task_of
 from audit.errors import CheckpointError
+from audit.models import digests as files
+from audit.models.hub import resolve
+from audit.models.tasks import BACKBONE, is_classifier, task_of
 from audit.records import Checkpoint, CheckpointInfo, digest
 
 _CPU_FLOPS = 5e10
@@ -132,7 +132,7 @@ def load_checkpoint(
     """
     info = checkpoint_info(ref, revision=revision, adapter=adapter)
     try:
-        from audit import _loading, _processors
+        from audit.models import loading, processors
     except ImportError as error:
         raise CheckpointError(
             f"checkpoint {ref}: loading needs torch and transformers ({error}); "
@@ -140,7 +140,7 @@ def load_checkpoint(
         ) from None
     directory, _ = resolve(ref, revision)
     home = None if adapter is None else _adapter_directory(adapter, ref)
-    request = _loading.Request(
+    request = loading.Request(
         ref=ref,
         directory=directory,
         architecture=info.architecture,
@@ -150,12 +150,12 @@ def load_checkpoint(
         trust_remote_code=trust_remote_code,
         attention_implementation=attention_implementation,
     )
-    loaded = _loading.load(request)
+    loaded = loading.load(request)
     processor_home = home if home is not None and _has_vocabulary(home) else directory
     return Checkpoint(
         info=info,
         model=loaded.model,
-        processor=_processors.load_processor(request, processor_home, loaded),
+        processor=processors.load_processor(request, processor_home, loaded),
         task=loaded.task,
         has_head=loaded.has_head,
         pooling=_pooling(directory, ref),
@@ -188,11 +188,11 @@ def adapter_disabled(checkpoint: Checkpoint) -> Iterator[Checkpoint]:
         raise CheckpointError(
             f"checkpoint {info.ref}: loaded without an adapter, there is none to switch off"
         )
-    from audit import _loading
+    from audit.models import loading
 
     base = checkpoint_info(info.ref, revision=info.revision)
     has_head = checkpoint.has_head and checkpoint.base_has_head
-    with _loading.adapter_off(checkpoint.model, info.adapter):
+    with loading.adapter_off(checkpoint.model, info.adapter):
         yield replace(
             checkpoint, info=base, has_head=has_head, task=checkpoint.task if has_head else BACKBONE
         )

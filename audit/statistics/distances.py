@@ -7,9 +7,20 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from audit._cells import NO_CHANGE, ONE_GROUP, ONE_PROBE, Interval, Options, number, spread, strong_mask
-from audit._measures import DISTANCES
-from audit._resampling import (
+from audit.calibrate import distance_replicate_test, replicate_test
+from audit.records import Cell, Column, Effect, ReplicateTest
+from audit.statistics.cells import (
+    NO_CHANGE,
+    ONE_GROUP,
+    ONE_PROBE,
+    Interval,
+    Options,
+    number,
+    spread,
+    strong_mask,
+)
+from audit.statistics.measures import DISTANCES
+from audit.statistics.resampling import (
     Array,
     Codes,
     bca_interval,
@@ -19,8 +30,6 @@ from audit._resampling import (
     percentile_interval,
     variance_of_mean,
 )
-from audit.calibrate import distance_replicate_test, replicate_test
-from audit.records import Cell, Column, Effect, ReplicateTest
 
 
 def compare_distances(

@@ -21,7 +21,7 @@ from audit.errors import ConfigError
 
 Status = Literal["supported", "fallback", "refused", "not_buildable"]
 STATUSES: tuple[Status, ...] = ("supported", "fallback", "refused", "not_buildable")
-RESULTS = Path(__file__).with_name("coverage.json")
+RESULTS = Path(__file__).with_name("measured.json")
 TIMEOUT = 120.0  # seconds for one type
 MEMORY = 6 * 2**30  # bytes for one process
 UNEXPECTED = "unexpected "
@@ -181,7 +181,7 @@ def _examine_all(pipe: Connection) -> None:
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
-    from audit._coverage_checks import examine
+    from audit.coverage.checks import examine
 
     while True:
         try:

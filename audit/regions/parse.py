@@ -10,8 +10,8 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
-from audit._region_text import split_words
 from audit.records import Probe, Region
+from audit.regions.text import split_words
 
 Kind = Literal["terms", "pattern", "box", "annotated", "special", "first", "quantile", "grid", "rest"]
 AUTOMATIC: tuple[Kind, ...] = ("special", "first", "rest")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from audit._floor import Floor, plural
-from audit._measures import DISTANCES, SIGNED
 from audit.records import Cell, Outcome, ReplicateTest, Rule
+from audit.statistics.measures import DISTANCES, SIGNED
+from audit.verdicts.floor import Floor, plural
 
 _EFFECTS = {
     "model": "",
