@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from audit import metrics
 from audit.alignment import align_maps, common_positions, same_positions
 from audit.compare import compare_maps
-from audit.config import MapMeasure
 from audit.pipeline.map_measures import MEASURES
 from audit.records import Map, Positions
+from audit.statistics.measures import MapMeasure
 
 TEXT = "the film was not so good, and dull; she liked it"
 
