@@ -20,6 +20,8 @@ Array = NDArray[np.float64]
 Key = tuple[str, Column]
 Rows = dict[Key, list[float]]
 
+GENERATED = "prefix"
+"""The stream whose positions each checkpoint makes itself."""
 TOP_K = 5
 """How many positions ``top_k_overlap`` compares."""
 
@@ -90,7 +92,9 @@ def map_measures(runs: Sequence[RunData], names: Sequence[str]) -> MapMeasures:
     """Measure the maps of runs on the same probes against those of the first run.
 
     Where the runs cut one probe into other positions, the maps of that stream are aligned for every
-    probe and run; see :mod:`audit.alignment`. Layers are measured where all runs have equally many.
+    probe and run; see :mod:`audit.alignment`. Where they generated other tokens, their prefixes have no
+    position in common and the measures of that probe's prefix are missing. Layers are measured where all
+    runs have equally many.
 
     Parameters
     ----------
@@ -116,6 +120,7 @@ def _measured(runs: Sequence[RunData], names: Sequence[str], aligned: set[str]) 
     paired: list[Rows] = [{} for _ in runs[1:]]
     single: list[Rows] = [{} for _ in runs]
     kinds: dict[str, str] = {}
+    unlike = 0
     for maps in _by_probe(runs):
         stream, kind = maps[0].stream, maps[0].positions.kind
         if stream in aligned:
@@ -123,6 +128,8 @@ def _measured(runs: Sequence[RunData], names: Sequence[str], aligned: set[str]) 
             ready = _aligned(runs, maps)
         elif all(same_positions(maps[0].positions, one.positions) for one in maps[1:]):
             ready = tuple(_plain(one) for one in maps)
+        elif stream == GENERATED:
+            ready, unlike = tuple(map(_missing, maps)), unlike + 1
         else:
             raise _DifferError(stream)
         _add(_of_equal_depth(ready), stream, names, paired, single)
@@ -130,8 +137,12 @@ def _measured(runs: Sequence[RunData], names: Sequence[str], aligned: set[str]) 
             patches = ready if stream in aligned else _aligned(runs, maps)  # content on its grid
             for rows, other in zip(paired, patches[1:], strict=True):
                 _put(rows, GRID, stream, _earth_mover(patches[0], other), _NO_LAYERS)
-    lines = tuple(_alignment_note(stream, kinds[stream]) for stream in kinds)
-    return MapMeasures(tuple(map(_arrays, paired)), tuple(map(_arrays, single)), lines)
+    lines = [_alignment_note(stream, kinds[stream]) for stream in kinds]
+    if unlike:
+        lines.append(
+            f"maps of the prefix are left out where the runs generated other tokens (probes: {unlike})"
+        )
+    return MapMeasures(tuple(map(_arrays, paired)), tuple(map(_arrays, single)), tuple(lines))
 
 
 def _arrays(rows: Mapping[Key, list[float]]) -> dict[Key, Array]:
@@ -180,6 +191,12 @@ def _probes(maps: Iterator[Map]) -> Any:
 def _plain(one: Map) -> AlignedMap:
     layers = None if one.layers is None else np.asarray(one.layers, dtype=np.float64)
     return AlignedMap(np.asarray(one.weights, dtype=np.float64), layers)
+
+
+def _missing(one: Map) -> AlignedMap:
+    """Return a map of which every measure is undefined."""
+    layers = None if one.layers is None else np.full((len(one.layers), 1), np.nan)
+    return AlignedMap(np.full(1, np.nan), layers)
 
 
 def _aligned(runs: Sequence[RunData], maps: Sequence[Map]) -> tuple[AlignedMap, ...]:

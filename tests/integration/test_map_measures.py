@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ from audit import metrics
 from audit.config import load_config
 from audit.pipeline import gate_runs
 from audit.pipeline.compare import Statistics, compare_runs
-from audit.pipeline.map_measures import GRID, MEASURES
-from audit.records import Comparison, Outcome
+from audit.pipeline.map_measures import GRID, MEASURES, map_measures
+from audit.records import Column, Comparison, Map, Outcome, Positions
 from tests.synthetic import World, release
 
 RULE = '[[gate.rules]]\nregion = "*"\nkind = "limit"\nmeasure = "{measure}"\nfail = 0.5\n'
@@ -89,6 +90,32 @@ def test_constant_maps_have_no_rank_correlation_and_never_pass(tmp_path: Path):
     comparison = compare_runs(one, two, store=flat.store, statistics=Statistics(measures=("spearman",)))
     cell = next(comparison.find("*", "spearman"))
     assert (cell.value, cell.n_missing, cell.reason) == (None, 40, "the measure is undefined for every probe")
+
+
+def generated(*special: list[bool]) -> SimpleNamespace:
+    """Return a run whose probes have two equal source positions and a prefix with these special tokens."""
+    source = Positions("token", np.zeros(2, np.bool_), np.array([0, 2]), np.array([1, 3]))
+    maps = []
+    for i, flags in enumerate(special):
+        weights = np.full(len(flags), 1 / len(flags), np.float32)
+        prefix = Positions("token", np.array(flags), np.full(len(flags), -1), np.full(len(flags), -1))
+        maps += [
+            Map(f"p{i}", np.array([0.5, 0.5], np.float32), source, stream="source"),
+            Map(f"p{i}", weights, prefix, stream="prefix"),
+        ]
+    return SimpleNamespace(maps=lambda: (one for one in maps), ref=SimpleNamespace(run_id="run"))
+
+
+def test_prefixes_of_other_tokens_are_left_out_and_counted():
+    before = generated([True, False, False], [True, False])
+    after = generated([True, False, True], [True, False])
+    found = map_measures([before, after], ["js_distance", "entropy_change"])
+    (rows,) = found.paired
+    assert rows["js_distance", Column("*", "source")].tolist() == [0, 0]
+    np.testing.assert_array_equal(rows["js_distance", Column("*", "prefix")], [np.nan, 0])
+    assert found.alignment == (
+        "maps of the prefix are left out where the runs generated other tokens (probes: 1)",
+    )
 
 
 def test_default_measures_leave_the_id_of_a_comparison_as_it_was():
