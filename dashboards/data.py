@@ -104,7 +104,7 @@ def verdict(name: str) -> Verdict | None:
     if all((one.get("bound") or {}).get("after") != digest for one in given):
         # Spares reading the log and every cell of the comparison, which an overview does not need.
         return found
-    from audit.pipeline.approve import apply_approvals
+    from audit.pipeline.accepted import apply_approvals
 
     whole = comparison(name)
     return apply_approvals(store(), whole, found, signers=signers(whole))

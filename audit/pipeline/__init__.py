@@ -4,8 +4,10 @@ Only these modules know models, probes, capture and store at once. Each step tak
 paths and records, so that a loop (:func:`capture_run`), a Prefect flow and a dashboard can all drive it.
 """
 
+from audit.pipeline.accepted import read_verdict
 from audit.pipeline.agreement import region_agreement
-from audit.pipeline.approve import approvals_of, approve, read_approvals, read_verdict, signers_of
+from audit.pipeline.approvals import approvals_of, read_approvals
+from audit.pipeline.approve import approve
 from audit.pipeline.capture import capture_all, capture_run, capture_shard, check_run, publish_run
 from audit.pipeline.compare import compare_runs, compare_subset
 from audit.pipeline.confirm import confirm_regions
@@ -30,6 +32,7 @@ from audit.pipeline.plan import Progress, RunPlan, plan_audit, plan_run
 from audit.pipeline.planning import plan_sensitivity
 from audit.pipeline.publish import publish, report_context, write_html
 from audit.pipeline.replicate import train_replicates
+from audit.pipeline.signatures import signers_of
 from audit.pipeline.trend import trends
 from audit.pipeline.verify import verify_store
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from datetime import UTC, date, datetime
 
 from audit.errors import NothingEvaluatedError
-from audit.pipeline.approve import Approval, apply_approvals, binding, objection, read_approvals
+from audit.pipeline.accepted import apply_approvals
+from audit.pipeline.approvals import Approval, binding, objection, read_approvals
 from audit.pipeline.signatures import Signers
 from audit.records import Comparison, Outcome
 from audit.store import Store

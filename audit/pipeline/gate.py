@@ -10,7 +10,8 @@ from audit.config import AuditConfig
 from audit.errors import NothingEvaluatedError
 from audit.faithfulness import Score
 from audit.gate import evaluate_gate
-from audit.pipeline.approve import apply_approvals, demand_signatures, signers_of
+from audit.pipeline.accepted import apply_approvals
+from audit.pipeline.approvals import demand_signatures
 from audit.pipeline.capture import capture_all
 from audit.pipeline.compare import Statistics, compare_runs, outline
 from audit.pipeline.confirm import confirm_regions
@@ -20,7 +21,7 @@ from audit.pipeline.map_measures import MEASURES
 from audit.pipeline.plan import Progress, plan_audit
 from audit.pipeline.publish import publish
 from audit.pipeline.resolve import audit_runs, check_sources, replicate_runs, resolve
-from audit.pipeline.signatures import Signers
+from audit.pipeline.signatures import Signers, signers_of
 from audit.records import Comparison, Confirmation, Outcome, Policy, Verdict
 from audit.store import Store, comparison_id
 

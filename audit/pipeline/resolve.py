@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from audit.config import AuditConfig, CheckpointSection, ReplicateSection
 from audit.errors import CheckpointError, ConfigError, NothingEvaluatedError, ProbeError, StoreError
 from audit.models import checkpoint_info
-from audit.pipeline.approve import signers_of
 from audit.pipeline.baseline import approved_baseline
 from audit.pipeline.checks import check_replicates
 from audit.pipeline.floor import Floor, read_floor
@@ -22,6 +21,7 @@ from audit.pipeline.plan import (
     targets_digest,
 )
 from audit.pipeline.runs import RunData, StoredRun, find_run
+from audit.pipeline.signatures import signers_of
 from audit.records import CheckpointInfo, RunSpec
 from audit.store import Store
 

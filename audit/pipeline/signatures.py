@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from audit.config import AuditConfig
 from audit.errors import ConfigError
 
 NAMESPACE = "rollout-audit"
@@ -55,6 +56,19 @@ class Signers:
         if any(fnmatch.fnmatchcase(author.casefold(), one.casefold()) for one in _principals(holders)):
             return f"its key is also that of {author}, who made the run"
         return None
+
+
+def signers_of(config: AuditConfig | None) -> Signers | None:
+    """Return whose signatures count, None where the configuration demands none.
+
+    Raises
+    ------
+    ConfigError
+        When the file of allowed signers is missing.
+    """
+    if config is None or config.approvals.allowed_signers is None:
+        return None
+    return Signers(Path(config.approvals.allowed_signers))
 
 
 def _principals(lines: Sequence[str]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import streamlit as st
 
 from audit.errors import AuditError
-from audit.pipeline.approve import Approval, binding, objection, read_approvals
+from audit.pipeline.approvals import Approval, binding, objection, read_approvals
 from audit.report.wording import count
 from dashboards import blocks, data, downloads, naming
 
