@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from audit.metrics.positions import equal_bands, overlap_share
+from audit.metrics.carry import equal_bands, overlap_share
 from audit.records import FloatArray, Map, Positions
 
 Array = NDArray[np.float64]
