@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from audit.errors import StoreError
 from audit.records import (
-    Captured,
     Comparison,
     Map,
     Prediction,
@@ -25,18 +24,16 @@ from audit.records import (
 )
 from audit.schema import SCHEMA_VERSION
 from audit.serialize import from_json
-from audit.store import _comparisons, _log, _upkeep
+from audit.store import _comparisons, _log, _relink, _upkeep
 from audit.store._comparisons import comparison_id
 from audit.store._files import create_file, provenance, read_sealed, resolve_root, seal, writing
-from audit.store._reader import Files, find_map, iter_maps, read_frame, read_predictions, share_table
+from audit.store._reader import Files, find_map, iter_maps, read_frame, share_table
 from audit.store._writer import RunWriter
 
 if TYPE_CHECKING:
     import polars as pl
 
 __all__ = ["RunWriter", "Store", "comparison_id"]
-
-_FIXED_ROWS = ("auto", "cls", "mean", "last", "mask", "eot")
 
 
 class Store:
@@ -82,13 +79,7 @@ class Store:
 
         Annotations may differ only where the output row does not come from them.
         """
-        wanted = _maps_identity(spec)
-        for manifest in self.runs():
-            other = from_json(RunSpec, manifest["spec"])
-            has_maps = any(entry["table"] == "maps" for entry in manifest["files"])
-            if manifest["run_id"] != spec.id and has_maps and _maps_identity(other) == wanted:
-                return str(manifest["run_id"])
-        return None
+        return _relink.relinkable(self._runs, spec)
 
     def relink_run(
         self,
@@ -120,15 +111,7 @@ class Store:
         name = self.relinkable(spec)
         if name is None:
             return None
-        source = self.manifest(name)
-        writer = RunWriter(self.root, spec, source["n_shards"], source).open()
-        predictions = read_predictions(self._paths(name, "predictions"))
-        for index in sorted(set(range(source["n_shards"])) - writer.finished_shards()):
-            ids = read_frame(self._shard(name, "maps", index), "maps")["probe_id"].unique(maintain_order=True)
-            stored = (predictions[probe_id] for probe_id in ids)
-            answers = (Captured((), annotate(one) if annotate else one) for one in stored)
-            maps = self.iter_maps(name, shard=index)
-            writer.write_shard(index, answers, (one for item in maps for one in measure(item)))
+        writer = _relink.relink(self._runs, self.manifest(name), spec, measure, annotate)
         return writer.publish(counts=counts or {}, diagnostics=diagnostics or {}, extra=extra)
 
     # --- finding runs ---
@@ -250,8 +233,7 @@ class Store:
         return self._runs.paths(self.manifest(run_id), table)
 
     def _shard(self, run_id: str, table: str, shard: int | None) -> list[Path]:
-        paths = self._paths(run_id, table)
-        return paths if shard is None else [path for path in paths if path.stem == f"part-{shard:05d}"]
+        return self._runs.shard(self.manifest(run_id), table, shard)
 
     # --- comparisons ---
 
@@ -405,18 +387,3 @@ class Store:
 
 def _fits(wanted: str | None, *values: str) -> bool:
     return wanted is None or wanted in values
-
-
-def _maps_identity(spec: RunSpec) -> dict[str, Any]:
-    """Return what decides the maps of a run: everything but regions, and annotations where unused."""
-    row = spec.method.row
-    fixed = row in _FIXED_ROWS or row.startswith(("token:", "decoder:"))
-    return {
-        "checkpoint": spec.checkpoint.digest,
-        "inputs": spec.inputs_digest,
-        "annotations": None if fixed else spec.annotations_digest,
-        "target": [spec.target, spec.targets_digest],
-        "method": [spec.method.name, row, dict(spec.method.params)],
-        "settings": vars(spec.settings),
-        "versions": dict(spec.versions),
-    }

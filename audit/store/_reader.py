@@ -84,6 +84,11 @@ class Files:
             if entry["table"] == table
         ]
 
+    def shard(self, manifest: dict[str, Any], table: str, shard: int | None) -> list[Path]:
+        """Return the file of one shard of a table, in a list; with None every one's."""
+        paths = self.paths(manifest, table)
+        return paths if shard is None else [path for path in paths if path.stem == f"part-{shard:05d}"]
+
     def _intact(self, path: Path, entry: dict[str, Any]) -> Path:
         path = Path(os.path.normpath(path))
         if not path.is_relative_to(self.directory):
