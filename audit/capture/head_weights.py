@@ -13,8 +13,9 @@ from audit.capture.engine import BatchFold
 from audit.capture.inputs import Encoded, core_model
 from audit.capture.passes import fold_batch
 from audit.capture.predictions import Target
-from audit.capture.session import Session, _open, _read_weights, capture
+from audit.capture.session import capture
 from audit.capture.settings import FoldSettings
+from audit.capture.single_session import Session, open_single, read_weights
 from audit.capture.windows import probe_windows
 from audit.errors import CaptureError, ProbeError
 from audit.records import CaptureSettings, Checkpoint, Method, Probe
@@ -110,7 +111,7 @@ def fit_head_weights(
     kept: list[tuple[list[Tensor], Tensor, Tensor]] = []
     place, session, size = 0, None, 0
     for window in probe_windows(checkpoint, list(probes), settings, row):
-        session = session or _open(checkpoint, window, Method("rollout", row), settings, {})
+        session = session or open_single(checkpoint, window, Method("rollout", row), settings, {})
         for item in window:
             wanted = torch.from_numpy(maps[place].weights).double()
             place += 1
@@ -135,7 +136,7 @@ def _check_size(size: int) -> None:
 def _attention(session: Session, item: Encoded) -> tuple[list[Tensor], Tensor]:
     """Return every layer's attention (head, query, key) of one probe, and the row that is read."""
     tensors = stack([item])
-    read = torch.from_numpy(_read_weights(session, [item]))[0]
+    read = torch.from_numpy(read_weights(session, [item]))[0]
     device = core_model(session.checkpoint.model).device
     fold = _Keeping(read[None].to(device), valid_positions(tensors, 1, len(item)).to(device))
     fold_batch(session.checkpoint.model, session.plan, tensors, fold, keep_logits=session.keep_logits)

@@ -60,7 +60,7 @@ def capture_pairs(session: PairSession, window: Sequence[Encoded]) -> Iterator[C
 
 
 def verify_pairs(session: PairSession, window: Sequence[Encoded]) -> None:
-    """Check on the first probes what :func:`audit.capture.session.verify` checks, in both streams.
+    """Check on the first probes what :func:`audit.capture.single_session.verify` checks, in both streams.
 
     Towers must not see each other: another text must leave the image's attention alone, and the reverse.
 

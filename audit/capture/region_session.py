@@ -29,16 +29,16 @@ from audit.capture.region_forward import (
     sees_no_future,
     settings_refusal,
 )
-from audit.capture.session import (
+from audit.capture.session import capture_windows
+from audit.capture.settings import FoldSettings
+from audit.capture.single_session import (
     VERIFIED_PROBES,
     Session,
-    _capture_windows,
-    _is_causal,
-    _open,
-    _plan,
     inputs_of,
+    is_causal,
+    open_single,
+    window_plan,
 )
-from audit.capture.settings import FoldSettings
 from audit.capture.windows import probe_windows
 from audit.errors import CaptureError
 from audit.records import Captured, CaptureSettings, Checkpoint, FloatArray, Method, Positions, Probe
@@ -107,14 +107,14 @@ def capture_regions(
         return
     reason = _dense_reason(checkpoint, window, engine, FoldSettings.from_method(method))
     if reason is None:
-        session = _open(checkpoint, window, method, settings, wanted)
+        session = open_single(checkpoint, window, method, settings, wanted)
         look = _look(session, window)
         reason, causal = look.reason, bool(look.causal.all())
         if reason is None:
             yield from _linear(session, causal, chain([window], windows), columns)
             return
     _say(engine, str(reason))
-    yield from _capture_windows(checkpoint, chain([window], windows), method, settings, wanted)
+    yield from capture_windows(checkpoint, chain([window], windows), method, settings, wanted)
 
 
 def _say(engine: EngineName, reason: str) -> None:
@@ -134,7 +134,7 @@ def _dense_reason(
         return f"probes have fewer than {LEAST_POSITIONS} positions"
     if window[0].picture is not None:
         return "images are read in one sequence with their text"
-    plan = _plan(checkpoint, window)
+    plan = window_plan(checkpoint, window)
     if plan.wiring != "single":
         return f"its stacks are joined as {plan.wiring}"
     return "some layers are not on the attention interface" if plan.has_hooks else None
@@ -173,7 +173,7 @@ class _Carrier:
     causal: bool
 
     def positions(self, item: Encoded) -> Positions:
-        return replace(item.positions, causal=_is_causal(self.session, self.causal, len(item)))
+        return replace(item.positions, causal=is_causal(self.session, self.causal, len(item)))
 
     def run(self, batch: Sequence[Encoded], *, verify: bool = False) -> tuple[RegionFold, Any]:
         session = self.session
@@ -224,7 +224,7 @@ def _linear(
 
 
 def _verify(carrier: _Carrier, window: Sequence[Encoded]) -> None:
-    """Check on the first probes what :func:`audit.capture.session.verify` checks, in linear memory."""
+    """Check on the first probes what :func:`audit.capture.single_session.verify` checks, in linear memory."""
     session = carrier.session
     model, plan = session.checkpoint.model, session.plan
     batch = [window[i] for i in session.batches(window)[0][:VERIFIED_PROBES]]

@@ -15,7 +15,8 @@ from audit.capture.layers import plan_capture
 from audit.capture.method_pass import weight_fold
 from audit.capture.passes import fold_batch
 from audit.capture.predictions import Target, check_targets, targets_by_probe
-from audit.capture.session import AnySession, Session, captured_batch, inputs_of, open_session, run_session
+from audit.capture.session import AnySession, open_session, run_session
+from audit.capture.single_session import Session, captured_batch, inputs_of
 from audit.capture.windows import probe_windows
 from audit.errors import ConfigError
 from audit.records import Captured, CaptureSettings, Checkpoint, Method, Probe
