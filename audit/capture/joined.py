@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from audit.capture.check import check_rows, check_values
 from audit.capture.engine import BatchFold
-from audit.capture.front import KEYS, Depth, Front, context_of
+from audit.capture.folds import PerHeadFold
+from audit.capture.front import KEYS, Depth, Front
 from audit.capture.interface import AttentionCall
 from audit.capture.layers import AttentionLayer, CapturePlan
+from audit.capture.origins import Origins, latent_count
 from audit.capture.passes import exclusive, run_model, watched
-from audit.capture.settings import FoldSettings
+from audit.capture.scores import Score
+from audit.capture.settings import PER_HEAD, RAW, ROLLOUT, FoldSettings
 from audit.capture.windowed import Slots, spread_windows
 from audit.errors import CaptureError
 from audit.methods.fusion import fuse_heads
@@ -52,7 +54,11 @@ class JoinedFold:
     states: dict[Depth, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.folds = {stack: BatchFold(self.settings, *self._rows(stack)) for stack in self.plan.stacks}
+        last, below = self.plan.stacks[-1], replace(self.settings, method=ROLLOUT, start_layer=0)
+        self.folds = {stack: BatchFold(below, *self._rows(stack)) for stack in self.plan.stacks}
+        kind = PerHeadFold if self.settings.method == PER_HEAD else BatchFold
+        self.folds[last] = kind(self.settings, *self._rows(last))
+        self.targets: dict[str, Score] = {}
         self._layers = {layer.path: layer for layer in self.plan.layers}
         self._block = ""
 
@@ -143,111 +149,38 @@ class JoinedFold:
         self._block = layer.block
 
     def origins(self) -> Tensor:
-        """Return which image positions each position of the last stack stands for.
-
-        A position that several patches were merged into stands for each of them alike, and so it does for
-        the layers of a tower where the connector reads several.
-
-        Returns
-        -------
-        Tensor (position, image position)
-            Rows sum to 1; to 0 where a position stands for no part of the image. Keys of cross-attention
-            stand behind the positions.
-        """
-        first = self.plan.stacks[0]
-        size = self.front.sizes[first][0] * self.front.sizes[first][1]
-        columns = size + self.latents
-        known = {first: torch.eye(size, columns, dtype=torch.float64, device=self.read.device)}
-        if len(self.plan.stacks) == 1:
-            seen = torch.from_numpy(np.unique(self.front.pixels[self.front.pixels >= 0])).to(self.read.device)
-            own = torch.zeros_like(known[first])
-            own[seen, seen] = 1
-            return own
-        for stack in self.plan.stacks[1:]:
-            if stack in self.front.contexts:
-                known[stack] = self._of_latents(stack, known, size)
-                size += int(np.prod(self.front.sizes[stack]))
-                continue
-            known[stack] = self._made_of(stack, known)
-            whole = bool((known[stack].sum(dim=1) > 0).all())
-            if stack != self.plan.stacks[-1] and not whole:
-                raise CaptureError(
-                    f"{stack} has positions of its own beside those of the image; its map cannot be composed"
-                )
-        last = known[self.plan.stacks[-1]]
-        if KEYS not in self.front.sizes:
-            return last
-        keys = self._made_of(KEYS, known)
-        if not bool((keys.sum(dim=1) > 0).all()):
-            raise CaptureError(
-                "cross-attention has keys beside those of the image; its map cannot be composed"
-            )
-        return torch.cat([last, keys])
+        """Return which image positions each position of the last stack stands for; see :class:`Origins`."""
+        states = None if self.settings.method == RAW else self.states
+        return Origins(self.plan.stacks, self.front, self.read.device, states).matrix()
 
     @property
     def latents(self) -> int:
         """Return how many learned latents stand between the image and the last stack."""
-        return sum(int(np.prod(self.front.sizes[stack])) for stack in self.front.contexts)
-
-    def _of_latents(self, stack: str, known: Mapping[str, Tensor], start: int) -> Tensor:
-        """Return what latents, which stand for themselves, and their context are made of, by sequences."""
-        sequences, own = self.front.sizes[stack]
-        context = self._made_of(context_of(stack), known)
-        if not bool((context.sum(dim=1) > 0).all()):
-            raise CaptureError(f"{stack} attends to positions beside those of the image; not supported")
-        latents = context.new_zeros(sequences, own, context.shape[1])
-        index = torch.arange(sequences * own, device=context.device)
-        latents.view(-1, context.shape[1])[index, start + index] = 1.0
-        beside = context.reshape(sequences, -1, context.shape[1])
-        return torch.cat([latents, beside], dim=1).flatten(0, 1)
-
-    def _made_of(self, stack: str, known: Mapping[str, Tensor]) -> Tensor:
-        contexts = {context_of(name): size for name, size in self.front.contexts.items()}
-        count = int(np.prod(contexts[stack] if stack in contexts else self.front.sizes[stack]))
-        image = known[self.plan.stacks[0]]
-        total, times = image.new_zeros(count, image.shape[1]), image.new_zeros(count, 1)
-        for depth, fed in self.front.sources[stack].items():
-            taken = merging(torch.from_numpy(fed), count).to(self.read.device)
-            total += self._rolled(taken, depth) @ known[depth[0]]
-            times += (taken.sum(dim=1, keepdim=True) > 0).to(taken.dtype)
-        return total / times.clamp_min(1.0)
-
-    def _rolled(self, rows: Tensor, depth: Depth) -> Tensor:
-        """Return rows (row, position) times the rollout of a stack up to a depth, sequence by sequence."""
-        beside = self.front.contexts.get(depth[0], (0, 0))[1]
-        if depth[1] == 0 and not beside:
-            return rows
-        if depth not in self.states:
-            raise CaptureError(
-                f"block {depth[1] - 1} of {depth[0]} is read, but not every block has one attention layer; "
-                "this architecture is not supported"
-            )
-        matrix = self.states[depth].to(rows.dtype)
-        cut = torch.nn.functional.pad(rows.reshape(len(rows), len(matrix), -1), (0, beside))
-        return torch.einsum("rsq,sqk->rsk", cut, matrix).reshape(len(rows), -1)
+        return latent_count(self.front)
 
     def rows(self) -> list[Tensor]:
         """Return the output row of the last stack after each of its layers: (position,)."""
         return [row[0].double() for row in self.folds[self.plan.stacks[-1]].rows]
 
+    def row(self) -> Tensor:
+        """Return the output row over the last stack: (position,)."""
+        return self.folds[self.plan.stacks[-1]].final_row()[0].double()
+
+    def image(self, rows: Tensor) -> Tensor:
+        """Return rows over the last stack as rows over the positions of the image."""
+        return rows @ self.origins()
+
+    def diagnostics(self) -> dict[str, float]:
+        """Return numbers that go with the map."""
+        if self.settings.method != PER_HEAD:
+            return {}
+        found = self.folds[self.plan.stacks[-1]].diagnostics()["head_disagreement"]
+        return {"head_disagreement": float(found[0])}
+
     @property
     def causal(self) -> bool:
         """Return whether no position of the last stack attends beyond itself."""
         return bool(self.folds[self.plan.stacks[-1]].causal[0])
-
-
-def merging(fed: Tensor, count: int) -> Tensor:
-    """Return a matrix whose row i is even over the earlier positions that feed position i.
-
-    Examples
-    --------
-    >>> merging(torch.tensor([1, 1, -1, 0]), 2).tolist()
-    [[0.0, 0.0, 0.0, 1.0], [0.5, 0.5, 0.0, 0.0]]
-    """
-    matrix = torch.zeros(count, len(fed), dtype=torch.float64)
-    known = (fed >= 0).nonzero()[:, 0]
-    matrix[fed[known], known] = 1.0
-    return matrix / matrix.sum(dim=1, keepdim=True).clamp_min(1.0)
 
 
 def fold_joined(model: nn.Module, tensors: Mapping[str, Tensor], fold: JoinedFold) -> Any:

@@ -16,16 +16,19 @@ from audit.capture.check import same_tensors
 from audit.capture.front import KEYS, Front, check_entry, trace_front
 from audit.capture.inputs import Encoded, core_model, patch_size
 from audit.capture.joined import JoinedFold, fold_joined
+from audit.capture.joined_gradient import JoinedRelevance, relevance_joined
 from audit.capture.layers import CapturePlan, plan_capture
-from audit.capture.maps import stream_map
+from audit.capture.maps import stream_map, undefined_map
 from audit.capture.mixing import check_mixing
+from audit.capture.pair_methods import check_joined_settings, check_pair_settings
 from audit.capture.passes import active_plan, exclusive, place, run_model
 from audit.capture.pictures import Picture
 from audit.capture.predictions import first_tensor, predictions
 from audit.capture.rows import decide_row, row_weights
-from audit.capture.settings import ROLLOUT, FoldSettings
-from audit.capture.windowed import has_windows, measure_slots
-from audit.errors import CaptureError, ConfigError, ProbeError
+from audit.capture.settings import GRADIENT, FoldSettings
+from audit.capture.targets import require_head
+from audit.capture.windowed import Slots, has_windows, measure_slots
+from audit.errors import CaptureError, ProbeError
 from audit.records import Captured, CaptureSettings, Checkpoint, Map, Method, Positions
 from audit.records import Stream as StreamName
 
@@ -64,7 +67,7 @@ class _Run:
 
     item: Encoded
     front: Front
-    fold: JoinedFold
+    fold: JoinedFold | JoinedRelevance
     outputs: Any
     row_index: int
 
@@ -77,14 +80,19 @@ def open_joined(
     Raises
     ------
     ConfigError
-        For methods and parameters that have no meaning for an image with text yet.
+        For methods and parameters that have no exact meaning for an image with text.
+    CheckpointError
+        When a logit is to be explained and the checkpoint has no head.
     CaptureError
         When the model cannot run or has layers whose attention cannot be seen.
     """
     fold = FoldSettings.from_method(method)
-    check_joined_settings(fold)
+    check_pair_settings(fold, "joined")
+    if fold.needs_target:
+        require_head(checkpoint, fold.method)
     core = core_model(checkpoint.model)
     plan = active_plan(checkpoint.model, plan_capture(core), item.tensors, joined=True)
+    check_joined_settings(fold, plan)
     session = JoinedSession(checkpoint, settings, fold, method.row, wanted, plan)
     crossed = next((layer.path for layer in plan.layers if layer.kind == "cross"), None)
     if session.windowed and crossed is not None:
@@ -93,16 +101,6 @@ def open_joined(
             "give; this is not supported, audit its backbone"
         )
     return session
-
-
-def check_joined_settings(settings: FoldSettings) -> None:
-    """Raise ConfigError for methods and parameters that have no meaning for an image with text yet."""
-    plain = settings.start_layer == 0 and settings.head_weights is None
-    if settings.method != ROLLOUT or not plain or not isinstance(settings.residual, float):
-        raise ConfigError(
-            f"[method] name = {settings.method!r} with these parameters is not available for an image with "
-            "text in one sequence; use rollout with one residual, no start_layer and no head_weights"
-        )
 
 
 def capture_joined(session: JoinedSession, window: Sequence[Encoded]) -> Iterator[Captured]:
@@ -131,7 +129,7 @@ def verify_joined(session: JoinedSession, window: Sequence[Encoded]) -> None:
     model, plan = session.checkpoint.model, session.plan
     first, again = _run(session, window[0], verify=True), _run(session, window[0])
     if not (
-        same_tensors(first.fold.rows()[-1], again.fold.rows()[-1])
+        same_tensors(first.fold.row(), again.fold.row())
         and same_tensors(first.fold.origins(), again.fold.origins())
     ):
         raise CaptureError("determinism: two identical passes disagree; no shift can be judged")
@@ -154,9 +152,20 @@ def _run(session: JoinedSession, item: Encoded, *, verify: bool = False) -> _Run
         decided = decide_row(session.reader, row, whole)
     weights = row_weights(decided, whole, None)
     read = torch.from_numpy(weights)[None].to(core_model(model).device)
-    fold = JoinedFold(plan, session.fold, front, read, verify, slots)
-    outputs = fold_joined(model, item.tensors, fold)
+    fold, outputs = _pass(session, whole, front, read, slots, verify=verify)
     return _Run(whole, front, fold, outputs, int(weights.argmax()))
+
+
+def _pass(
+    session: JoinedSession, item: Encoded, front: Front, read: Tensor, slots: Slots, *, verify: bool
+) -> tuple[JoinedFold | JoinedRelevance, Any]:
+    """Run the method on one probe."""
+    given = (session.plan, session.fold, front, read)
+    if session.fold.method == GRADIENT:
+        relevance = JoinedRelevance(*given, verify=verify, slots=slots)
+        return relevance, relevance_joined(session.reader, item, relevance, session.wanted)
+    fold = JoinedFold(*given, verify=verify, slots=slots)
+    return fold, fold_joined(session.checkpoint.model, item.tensors, fold)
 
 
 def _picture(item: Encoded) -> Picture:
@@ -252,17 +261,20 @@ def taken_positions(positions: Positions, index: NDArray[np.int64]) -> Positions
 
 
 def _captured(session: JoinedSession, run: _Run) -> Captured:
-    rows, origins = torch.stack(run.fold.rows()), run.fold.origins()
-    is_image = (origins.sum(dim=1) > 0).cpu().numpy()
-    index = torch.tensor([run.row_index])
-    prediction = predictions(session.reader, [run.item], run.outputs, session.wanted, index)[0]
+    fold = run.fold
+    rows, is_image = torch.stack([*fold.rows(), fold.row()]), (fold.origins().sum(dim=1) > 0).cpu().numpy()
+    index, wanted = torch.tensor([run.row_index]), {**session.wanted, **fold.targets}
+    prediction = predictions(session.reader, [run.item], run.outputs, wanted, index)[0]
     image, order = _image_positions(session, run)
-    seen = (rows @ origins).cpu().numpy()[:, order]
-    causal = run.fold.causal and not is_image[0]
-    text = replace(taken_positions(run.item.positions, np.flatnonzero(~is_image)), causal=causal)
+    seen, words = fold.image(rows).cpu().numpy()[:, order], rows.cpu().numpy()[:, ~is_image]
+    if session.fold.needs_target:  # relevance has no sum of its own
+        total = max(float(seen.sum() + words.sum()), np.finfo(np.float64).tiny)
+        seen, words = seen / total, words / total
+    text = taken_positions(run.item.positions, np.flatnonzero(~is_image))
+    text = replace(text, causal=fold.causal and not is_image[0])
     parts: list[tuple[StreamName, NDArray[np.float64], Positions]] = [
         ("image", seen, image),
-        ("text", rows.cpu().numpy()[:, ~is_image], text),
+        ("text", words, text),
     ]
     if is_image.all():
         parts = [("input", seen, image)]
@@ -273,9 +285,12 @@ def _captured(session: JoinedSession, run: _Run) -> Captured:
 def _map(
     session: JoinedSession, run: _Run, stream: StreamName, rows: NDArray[np.float64], positions: Positions
 ) -> Map:
-    extra = {} if stream == "text" else _conventions(run)
-    whole = session.settings.layer_maps and bool((rows.sum(axis=1) > 0).all())
-    return stream_map(run.item, rows[-1], rows if whole else None, positions, extra, stream=stream)
+    extra = {**({} if stream == "text" else _conventions(run)), **run.fold.diagnostics()}
+    if not rows[-1].sum() > 0:  # nothing speaks for the target, or nothing is drawn from this stream
+        return replace(undefined_map(run.item, positions, extra), stream=stream, share=0.0)
+    layers = rows[:-1]
+    whole = session.settings.layer_maps and len(layers) and bool((layers.sum(axis=1) > 0).all())
+    return stream_map(run.item, rows[-1], layers if whole else None, positions, extra, stream=stream)
 
 
 def _conventions(run: _Run) -> dict[str, float]:

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from audit._method_parameters import PARAMETERS
-from audit.capture.settings import ATTRIBUTION, MEASURED, ROLLOUT, FoldSettings
+from audit.capture.layers import CapturePlan
+from audit.capture.settings import (
+    ATTRIBUTION,
+    GRADIENT,
+    MEASURED,
+    PER_HEAD,
+    RAW,
+    ROLLOUT,
+    VALUE_AWARE,
+    FoldSettings,
+)
 from audit.errors import ConfigError
 
 WIRINGS: dict[str, str] = {
@@ -11,11 +21,15 @@ WIRINGS: dict[str, str] = {
     "encoder-decoder": "an encoder-decoder",
     "towers": "two towers",
     "co-attention": "two streams that attend to each other",
+    "joined": "an image with text, or in windows",
 }
 """What each wiring is called in a message."""
 
 _ONE_SUM = "it splits one sum of residual and attention for each layer, and such a layer has several"
 _TREE = "its rules follow the modules of one stack; use input_x_gradient or integrated_gradients"
+_BLOCKS = "it takes the blocks of one stack apart; use gradient_rollout"
+_BOTH = "it removes tokens or patches, not yet both together; use gradient_rollout"
+_CONNECTOR = "a connector that merges patches by a convention has no capacity; use rollout"
 _FEATURES = "its image regions come as features, which cannot be removed; use gradient_rollout"
 REFUSED: dict[str, dict[str, str]] = {
     "single": {},
@@ -36,6 +50,11 @@ REFUSED: dict[str, dict[str, str]] = {
         "alti": _ONE_SUM,
         "value_zeroing": "its layers are not on the attention interface, so their values cannot be zeroed",
         **dict.fromkeys(sorted(ATTRIBUTION), _FEATURES),
+    },
+    "joined": {
+        "attention_flow": _CONNECTOR,
+        **dict.fromkeys(sorted(VALUE_AWARE), _BLOCKS),
+        **dict.fromkeys(sorted(ATTRIBUTION), _BOTH),
     },
 }
 """Methods that have no exact meaning on a wiring, with the reason."""
@@ -64,14 +83,47 @@ def check_pair_settings(settings: FoldSettings, wiring: str) -> None:
         raise ConfigError(
             f"[method] name = {settings.method!r} is not available for {WIRINGS[wiring]}: {why}"
         )
-    parameter = _unmeasured(settings) if wiring == "towers" else _meaningless(settings, wiring)
+    by_stack = wiring in ("towers", "joined")
+    parameter = _unmeasured(settings, wiring) if by_stack else _meaningless(settings, wiring)
     if parameter is not None:
         raise ConfigError(f"[method] {parameter[0]} is not available for {WIRINGS[wiring]}: {parameter[1]}")
 
 
-def _unmeasured(settings: FoldSettings) -> tuple[str, str] | None:
+def check_joined_settings(settings: FoldSettings, plan: CapturePlan) -> None:
+    """Refuse what has no exact meaning for the stacks through which an image comes to a text.
+
+    Raises
+    ------
+    ConfigError
+        Naming the method or the parameter, and why.
+    """
+    crossed = any(layer.kind == "cross" for layer in plan.layers)
+    asked = f"name = {settings.method!r}"
+    if crossed and settings.method in (RAW, PER_HEAD, GRADIENT):
+        _refuse(asked, "blocks that attend to an image", "they have two attentions without a common scale")
+    if crossed and settings.start_layer:
+        _refuse("start_layer", "blocks that attend to an image", "they have two attentions each")
+    if plan.pieces and settings.method == GRADIENT:
+        _refuse(asked, "towers that attend in pieces", "backward takes each layer as one matrix")
+    if len(plan.stacks) > 1:
+        for name, given in (
+            ("head_weights", settings.head_weights is not None),
+            ("residual", isinstance(settings.residual, tuple)),
+            ("same_head", settings.same_head),
+        ):
+            if given:
+                _refuse(name, "an image that comes through a tower", "it does not say of which stack")
+
+
+def _refuse(what: str, where: str, why: str) -> None:
+    raise ConfigError(f"[method] {what} is not available for {where}: {why}; use rollout with one residual")
+
+
+def _unmeasured(settings: FoldSettings, wiring: str) -> tuple[str, str] | None:
     if settings.residual == MEASURED and settings.method != ROLLOUT:
         return "residual", "'measured' is there for rollout alone; give a number"
+    if settings.residual == MEASURED and wiring == "joined":
+        return "residual", "'measured' is there for rollout of single stacks and pairs; give a number"
     return None
 
 
@@ -92,4 +144,4 @@ def _meaningless(settings: FoldSettings, wiring: str) -> tuple[str, str] | None:
         return "residual", "'measured' is there for rollout on encoder-decoders; give a single number"
     if settings.form == "product":
         return "form", "the product form is defined for one stack of self-attention; use 'relevance'"
-    return _unmeasured(settings)
+    return _unmeasured(settings, wiring)

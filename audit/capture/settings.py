@@ -11,11 +11,22 @@ from audit.errors import ConfigError
 from audit.records import Method
 
 ROLLOUT, RAW, PER_HEAD, FLOW = "rollout", "raw_attention", "per_head_rollout", "attention_flow"
+GRADIENT = "gradient_rollout"
 VALUE_AWARE = frozenset({"norms", "globenc", "alti", "value_zeroing"})
 SAMPLES: Mapping[str, int] = {"shap": 25, "lime": 500}
 """Orders of the positions for SHAP, perturbed inputs for LIME."""
 MEASURED = "measured"
-__all__ = ["ATTRIBUTION", "FLOW", "MEASURED", "PER_HEAD", "RAW", "ROLLOUT", "VALUE_AWARE", "FoldSettings"]
+__all__ = [
+    "ATTRIBUTION",
+    "FLOW",
+    "GRADIENT",
+    "MEASURED",
+    "PER_HEAD",
+    "RAW",
+    "ROLLOUT",
+    "VALUE_AWARE",
+    "FoldSettings",
+]
 _FUSION = ("head_fusion", "discard_ratio", "discard_below", "top_k")
 
 

@@ -243,14 +243,14 @@ def test_refusals_name_methods_that_exist_and_leave_rollout_everywhere():
 
 
 DOCUMENTED = re.findall(
-    r"^\| `(\w+)` \| (yes|no)[^|]* \| (yes|no)[^|]* \| (yes|no)[^|]* \|$",
+    r"^\| `(\w+)` \| (yes|no)[^|]* \| (yes|no)[^|]* \| (yes|no)[^|]* \| (yes|no)[^|]* \|$",
     METHODS_PAGE.read_text(),
     re.MULTILINE,
 )
 
 
 @pytest.mark.parametrize(
-    ("column", "wiring"), enumerate(["encoder-decoder", "towers", "co-attention"], start=1)
+    ("column", "wiring"), enumerate(["encoder-decoder", "towers", "co-attention", "joined"], start=1)
 )
 def test_the_page_on_methods_says_what_runs_where(column, wiring):
     said = {row[0] for row in DOCUMENTED if row[column] == "yes"}

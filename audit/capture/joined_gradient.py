@@ -1,0 +1,271 @@
+"""Gradient rollout of an image with text: every stack in step with one backward pass from the answer's logit.
+
+Backward reaches the last stack first, whose row is carried down layer by layer as it comes. It goes on
+through the connector into the tower; the tower's layers, without heads, wait until it has reached the first,
+since what a connector reads is a product from below.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from audit.capture.check import check_counts
+from audit.capture.front import Depth, Front
+from audit.capture.gradient import _attend, _detached, _hooked
+from audit.capture.hooks import counted_calls, hook_capture
+from audit.capture.inputs import Encoded, core_model
+from audit.capture.interface import AttentionCall, KernelCall, Replacing, interface_capture
+from audit.capture.layers import CapturePlan
+from audit.capture.origins import Origins, latent_count
+from audit.capture.pair_gradient import stack_leaves
+from audit.capture.passes import exclusive, run_model
+from audit.capture.scores import Score
+from audit.capture.settings import FoldSettings
+from audit.capture.targets import resolve_targets, target_scores
+from audit.capture.windowed import Slots, spread_windows
+from audit.errors import CaptureError
+from audit.methods.gradient import gradient_row_step, product_step, relevance_step, weigh_by_gradient
+from audit.records import Checkpoint
+
+
+class JoinedRelevance:
+    r"""The row of R over all stacks of one probe, taken layer by layer from the last one.
+
+    Every stack by the self rule, R ← R + ĀR from R = I (or the product form), with the gradient of the same
+    logit; the connector C joins them as in rollout, so that for the row r of the last stack
+
+    .. math:: \text{image} = r R C E, \qquad \text{text} = r R
+
+    with E the tower's R up to what the connector reads. Where each position stands for one patch this is
+    the self rule of one stack whose lower layers leave the text alone. In the relevance form the identity,
+    r·C over the image and r over the text, is taken off.
+
+    Parameters
+    ----------
+    plan, settings, front, read, verify, slots : see :class:`audit.capture.joined.JoinedFold`
+    """
+
+    def __init__(
+        self,
+        plan: CapturePlan,
+        settings: FoldSettings,
+        front: Front,
+        read: Tensor,
+        *,
+        verify: bool = False,
+        slots: Slots,
+    ) -> None:
+        self.plan, self.settings, self.front, self.verify, self.slots = plan, settings, front, verify, slots
+        self.read = read.double()
+        self.relevance = settings.form == "relevance"
+        self.targets: dict[str, Score] = {}
+        self.calls, self.causal = 0, True
+        self.order: list[tuple[str, str, int]] = []
+        self._stack_of = {layer.path: layer.stack for layer in plan.layers}
+        self._vector = torch.zeros_like(self.read) if self.relevance else self.read.clone()
+        self._blocks: list[Tensor] = []
+        self._weighted: dict[str, dict[int, Tensor]] = {stack: {} for stack in plan.stacks}
+        self._left: list[int] = []
+        self._later = False
+
+    # --- what backward gives ------------------------------------------------------------------
+
+    def note(self, path: str) -> None:
+        """Note a call of the forward pass."""
+        stack = self._stack_of[path]
+        self.order.append((path, stack, sum(1 for _, other, _ in self.order if other == stack)))
+
+    def valid_of(self, path: str) -> tuple[Tensor, Tensor | None]:
+        """Return the queries of a layer, and its keys where they are others: all are valid."""
+        stack = self._stack_of[path]
+        sequences, length = self.front.sizes[stack]
+        shape = tuple(self.slots[path].shape) if path in self.slots else (sequences, length)
+        valid = torch.ones(shape, dtype=torch.bool, device=self.read.device)
+        if stack not in self.front.contexts:
+            return valid, None
+        beside = self.front.contexts[stack][1]
+        return valid, torch.ones(sequences, length + beside, dtype=torch.bool, device=self.read.device)
+
+    def start_layer(self, layer: int) -> None:  # noqa: ARG002
+        """Begin a layer."""
+        self._blocks = []
+
+    def block(self, start: int, weights: Tensor, gradient: Tensor) -> None:
+        """Take a block of the queries of the layer at hand: (batch, head, query of the block, key)."""
+        if not self._blocks and start:
+            raise CaptureError(
+                "gradient rollout: a layer's blocks arrived out of order; use the method rollout"
+            )
+        try:
+            self._blocks.append(weigh_by_gradient(weights, gradient))
+        except ValueError as error:
+            raise CaptureError(f"gradient rollout: {error}; load the checkpoint in float32") from None
+        self._later = bool(weights.amax(dim=1).triu(1 + start).any()) or (start > 0 and self._later)
+
+    def finish_layer(self, layer: int) -> None:
+        """Take the layer's blocks together; the last stack's are folded into its row at once."""
+        path, stack, index = self.order[layer]
+        weighted = self._square(path, torch.cat(self._blocks, dim=1).double())
+        if stack != self.plan.stacks[-1]:
+            self._weighted[stack][index] = weighted
+            return
+        if index != self._count(stack) - 1 - len(self._left):
+            raise CaptureError(
+                f"gradients of attention layer {path} arrived out of order; use the method rollout"
+            )
+        self._left.append(index)
+        self.causal &= not self._later
+        start = self.read if self.relevance else None
+        self._vector = gradient_row_step(self._vector, weighted, start=start, form=self.settings.form)
+
+    def _square(self, path: str, weighted: Tensor) -> Tensor:
+        """Return Ā of a layer over all positions of its stack (sequence, position, position)."""
+        stack = self._stack_of[path]
+        if path in self.slots:
+            call = AttentionCall(path, weighted[:, None], weighted)
+            return spread_windows(call, self.slots[path], *self.front.sizes[stack])[:, 0]
+        if stack not in self.front.contexts:
+            return weighted
+        own, beside = self.front.sizes[stack][1], self.front.contexts[stack][1]
+        whole = weighted.new_zeros(len(weighted), own + beside, own + beside)
+        whole[:, :own, :own], whole[:, :own, own:] = weighted[..., beside:], weighted[..., :beside]
+        return whole
+
+    def _count(self, stack: str) -> int:
+        return sum(1 for _, other, _ in self.order if other == stack)
+
+    # --- what it comes to ---------------------------------------------------------------------
+
+    @property
+    def latents(self) -> int:
+        """Return how many learned latents stand between the image and the last stack."""
+        return latent_count(self.front)
+
+    def rows(self) -> list[Tensor]:
+        """Return no rows: one row is read, from the last layer down."""
+        return []
+
+    def row(self) -> Tensor:
+        """Return the output row over the last stack, as it is before the image is carried on: (position,).
+
+        Raises
+        ------
+        CaptureError
+            When gradients did not reach every layer.
+        """
+        last = self.plan.stacks[-1]
+        if len(self._left) != self._count(last):
+            raise self._unreached(last, len(self._left), self._count(last))
+        return self._vector[0]
+
+    def image(self, rows: Tensor) -> Tensor:
+        """Return the row over the last stack as a row over the positions of the image."""
+        origins = self.origins()
+        if not self.relevance:
+            return rows @ origins
+        read = self.read[0]
+        own = Origins(self.plan.stacks, self.front, self.read.device).matrix()
+        return rows @ origins + read @ (origins - own)
+
+    def origins(self) -> Tensor:
+        """Return how each position of the last stack draws on the image; see :class:`Origins`."""
+        return Origins(self.plan.stacks, self.front, self.read.device, self._states()).matrix()
+
+    def _states(self) -> Mapping[Depth, Tensor]:
+        step = relevance_step if self.relevance else product_step
+        states: dict[Depth, Tensor] = {}
+        for stack in self.plan.stacks[:-1]:
+            deepest = max((depth for name, depth in self.front.depths if name == stack), default=0)
+            taken, matrix = self._weighted[stack], None
+            for index in range(deepest):
+                if index not in taken:
+                    raise self._unreached(stack, len(taken), deepest)
+                matrix = step(matrix, taken[index])
+                states[stack, index + 1] = matrix
+        return {depth: matrix for depth, matrix in states.items() if depth in self.front.depths}
+
+    def _unreached(self, stack: str, reached: int, wanted: int) -> CaptureError:
+        return CaptureError(
+            f"gradients reached {reached} of {wanted} attention layers of {stack}; the target does not "
+            "depend on the others"
+        )
+
+    def diagnostics(self) -> dict[str, float]:
+        """Return ``relevance``, the sum of the row over the last stack."""
+        return {"relevance": float(self._vector.sum())}
+
+
+def relevance_joined(
+    checkpoint: Checkpoint,
+    item: Encoded,
+    fold: JoinedRelevance,
+    wanted: Mapping[str, Any],
+) -> Any:
+    """Run one probe forward and backward, and fold the attention of all stacks on the way back.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        Its parameters get no ``.grad``.
+    item : Encoded
+        The probe, its positions those of the last stack.
+    fold : JoinedRelevance
+        Filled; `fold.targets` with what was explained.
+    wanted : mapping of probe id to target; None = what the checkpoint itself answers
+
+    Returns
+    -------
+    The model's outputs
+
+    Raises
+    ------
+    CaptureError
+        When a layer cannot be reached, or its weights are not what it used.
+    """
+    model, plan, seen = checkpoint.model, fold.plan, Counter[str]()
+
+    def attend(call: KernelCall) -> tuple[Tensor, Tensor | None]:
+        fold.note(call.path)
+        valid, keys = fold.valid_of(call.path)
+        return _attend(call, fold, seen, valid if fold.verify else None, keys)
+
+    def hooked(call: AttentionCall) -> None:
+        fold.note(call.path)
+        _hooked(call, fold, seen, *fold.valid_of(call.path))
+
+    with exclusive(model, plan.configs), torch.enable_grad(), ExitStack() as stack:
+        called = stack.enter_context(counted_calls(plan.modules()))
+        leaves = stack.enter_context(stack_leaves(core_model(model), plan.stacks[:1]))
+        stack.enter_context(interface_capture(plan.modules("interface"), plan.configs, Replacing(attend)))
+        stack.enter_context(hook_capture(plan.modules("hook"), hooked))
+        outputs = run_model(model, item.tensors, attentions=plan.has_hooks, keep_logits=True)
+        check_counts(plan, called, seen, None)
+        score = _score(checkpoint, item, outputs, fold, wanted)
+        torch.autograd.grad(score, leaves[plan.stacks[0]], allow_unused=True)
+    return _detached(outputs)
+
+
+def _score(
+    checkpoint: Checkpoint, item: Encoded, outputs: Any, fold: JoinedRelevance, wanted: Mapping[str, Any]
+) -> Tensor:
+    """Return the logit that is explained, and note which it is."""
+    logits = getattr(outputs, "logits", None)
+    if not isinstance(logits, Tensor) or (logits.dim() == 3 and logits.shape[1] != fold.read.shape[1]):
+        raise CaptureError(
+            f"{type(outputs).__name__} has no logits at the positions of its last stack to explain; use the "
+            "method rollout"
+        )
+    fold.targets = resolve_targets(checkpoint, [item], outputs, wanted, fold.read)
+    score = target_scores([item], outputs, fold.targets, fold.read, checkpoint.task).sum()
+    if not score.requires_grad:
+        raise CaptureError(
+            f"{type(outputs).__name__}: its logits do not depend on the image, so there is no gradient; use "
+            "the method rollout"
+        )
+    return score
