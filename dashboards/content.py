@@ -77,7 +77,7 @@ def _probe_times(path: str, time: int) -> tuple[int, ...]:
 @st.cache_resource(max_entries=64, show_spinner=False)
 def _probe_paths(path: str, time: int) -> tuple[str, ...]:  # noqa: ARG001 (part of the cache's key)
     from audit.config import load_config
-    from audit.pipeline.plan import probe_source
+    from audit.pipeline.sources import probe_source
 
     config = load_config(path)
     domains = [False, True] if config.domain is not None else [False]
@@ -87,7 +87,7 @@ def _probe_paths(path: str, time: int) -> tuple[str, ...]:  # noqa: ARG001 (part
 @st.cache_resource(max_entries=32, show_spinner="Reading the probe file …")
 def _read(path: str, stamp: tuple[int, ...]) -> list[Source]:  # noqa: ARG001 (part of the cache's key)
     from audit.config import load_config
-    from audit.pipeline.plan import load_probes, probe_source
+    from audit.pipeline.sources import load_probes, probe_source
 
     name = Path(path).name
     try:

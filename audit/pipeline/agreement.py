@@ -9,7 +9,7 @@ from statistics import fmean
 from audit.agreement import Agreement, map_agreement
 from audit.config import AuditConfig
 from audit.errors import AuditError, ProbeError
-from audit.pipeline.plan import load_probes, probe_source
+from audit.pipeline.sources import load_probes, probe_source
 from audit.probes import load_annotations
 from audit.records import Comparison, Map, Probe, ProbeSet, Region
 from audit.store import Store

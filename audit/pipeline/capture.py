@@ -10,7 +10,9 @@ from typing import Any
 from audit.errors import ProbeError
 from audit.pipeline.cost import cost_note
 from audit.pipeline.loader import LOADER
-from audit.pipeline.plan import Progress, RunPlan, load_probes, target_of
+from audit.pipeline.plan import Progress, RunPlan
+from audit.pipeline.sources import load_probes
+from audit.pipeline.specs import target_of
 from audit.pipeline.targets import PREDICTION, shard_answers
 from audit.probes import load_annotations
 from audit.records import Captured, Checkpoint, Map, Prediction, Probe, ProbeSet, Region, Reliance

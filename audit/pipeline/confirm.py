@@ -12,8 +12,10 @@ from audit.compare import compare_tables
 from audit.config import AuditConfig
 from audit.errors import ProbeError
 from audit.pipeline.loader import LOADER
-from audit.pipeline.plan import Progress, RunPlan, frozen_elsewhere, load_probes, plan_run, target_of
+from audit.pipeline.plan import Progress, RunPlan, plan_run
 from audit.pipeline.runs import read_run
+from audit.pipeline.sources import frozen_elsewhere, load_probes
+from audit.pipeline.specs import target_of
 from audit.pipeline.targets import PREDICTION, kept_answers
 from audit.probes import load_annotations
 from audit.records import (

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from audit.models import Estimate, estimate
-from audit.pipeline.plan import RunPlan, load_probes
+from audit.pipeline.plan import RunPlan
+from audit.pipeline.sources import load_probes
 from audit.records import Probe
 
 LONG_MINUTES = 1.0

@@ -10,7 +10,7 @@ from audit.alignment import align_pair
 from audit.config import AuditConfig
 from audit.errors import AuditError
 from audit.media import load_image
-from audit.pipeline.plan import load_probes, probe_source
+from audit.pipeline.sources import load_probes, probe_source
 from audit.records import Comparison, Map, Positions, Probe
 from audit.report import Example
 from audit.store import Store

@@ -19,8 +19,9 @@ from audit.errors import AuditError, CaptureError, CheckpointError, ProbeError
 from audit.faithfulness import GRID, Score, agreement, curve_scores, masks, ranking, summarise
 from audit.pipeline.confirm import obstacle, question_of
 from audit.pipeline.loader import LOADER
-from audit.pipeline.plan import Progress, RunPlan, load_probes, plan_run
+from audit.pipeline.plan import Progress, RunPlan, plan_run
 from audit.pipeline.runs import read_annotations
+from audit.pipeline.sources import load_probes
 from audit.records import Checkpoint, Comparison, Faithfulness, Map, Method, Probe
 from audit.store import Store
 

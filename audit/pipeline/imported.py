@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from audit.config import AuditConfig
 from audit.errors import ProbeError
-from audit.pipeline.plan import audit_regions, load_probes, probe_source
+from audit.pipeline.sources import load_probes, probe_source
+from audit.pipeline.specs import audit_regions
 from audit.probes import load_annotations, read_probes
 from audit.records import (
     Captured,

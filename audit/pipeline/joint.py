@@ -20,7 +20,8 @@ from audit.pipeline.capture import (
     write_captured,
 )
 from audit.pipeline.loader import load_planned
-from audit.pipeline.plan import Progress, RunPlan, target_of
+from audit.pipeline.plan import Progress, RunPlan
+from audit.pipeline.specs import target_of
 from audit.pipeline.targets import PREDICTION
 from audit.records import Captured, Checkpoint, Probe
 

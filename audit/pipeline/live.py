@@ -9,7 +9,7 @@ from typing import Any
 
 from audit._method_parameters import PARAMETERS, TARGETED
 from audit.errors import CheckpointError
-from audit.pipeline.plan import target_of
+from audit.pipeline.specs import target_of
 from audit.records import Captured, Checkpoint, Method, Probe, RunSpec
 
 BYTES_PER_PARAMETER = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}

@@ -9,7 +9,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
 from audit.errors import CheckpointError
-from audit.pipeline.plan import CheckpointSource, RunPlan
+from audit.pipeline.plan import RunPlan
+from audit.pipeline.sources import CheckpointSource
 from audit.records import CaptureSettings, Checkpoint
 
 

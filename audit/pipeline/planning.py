@@ -14,9 +14,10 @@ from audit.config import AuditConfig
 from audit.errors import AuditError, NothingEvaluatedError
 from audit.pipeline.compare import in_common
 from audit.pipeline.floor import read_floor
-from audit.pipeline.plan import audit_regions, load_probes, probe_source
 from audit.pipeline.resolve import replicate_runs, resolve
 from audit.pipeline.runs import RunData
+from audit.pipeline.sources import load_probes, probe_source
+from audit.pipeline.specs import audit_regions
 from audit.records import STRONG_KINDS, Policy, Rule
 from audit.statistics.resampling import collapse, encode_groups, variance_of_mean
 from audit.statistics.sensitivity import (

@@ -10,18 +10,11 @@ from audit.models import checkpoint_info
 from audit.pipeline.baseline import approved_baseline
 from audit.pipeline.checks import check_replicates
 from audit.pipeline.floor import Floor, read_floor
-from audit.pipeline.plan import (
-    LOG,
-    audit_regions,
-    check_label_sets,
-    load_probes,
-    plan_spec,
-    probe_source,
-    sources,
-    targets_digest,
-)
+from audit.pipeline.plan import LOG, check_label_sets
 from audit.pipeline.runs import RunData, StoredRun, find_run
 from audit.pipeline.signatures import signers_of
+from audit.pipeline.sources import load_probes, probe_source, sources
+from audit.pipeline.specs import audit_regions, plan_spec, targets_digest
 from audit.records import CheckpointInfo, RunSpec
 from audit.store import Store
 

@@ -9,7 +9,8 @@ from datetime import timedelta
 from audit.config import AuditConfig
 from audit.errors import AuditError, ConfigError
 from audit.pipeline.floor import read_floor
-from audit.pipeline.plan import plan_run, sources
+from audit.pipeline.plan import plan_run
+from audit.pipeline.sources import sources
 from audit.store import Store
 
 
