@@ -16,6 +16,7 @@ costs one row of the last layer. Soft-capped scores, position bias, masks and le
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -58,6 +59,7 @@ def rows_by_blocks(
     CaptureError
         When a valid row's weights do not sum to 1.
     """
+    call = laid_out(call)
     n = call.query.shape[2]
     sinks = call.options.get("s_aux")
     extra = max(int(sinks is not None), rows.shape[2] - n)
@@ -75,6 +77,18 @@ def rows_by_blocks(
         found[..., : part.shape[2]] += part
     _check_sums(call, found, rows)
     return found
+
+
+def laid_out(call: KernelCall) -> KernelCall:
+    """Return the call with queries and keys as blocks are computed from: each head in one piece, in float32.
+
+    Otherwise every block would copy and convert all keys again.
+    """
+    dtype = torch.promote_types(call.query.dtype, torch.float32)
+    key = call.key.to(dtype)
+    if key.shape[1] != call.query.shape[1]:
+        key = key.repeat_interleave(call.query.shape[1] // key.shape[1], dim=1)
+    return replace(call, query=call.query.to(dtype).contiguous(), key=key.contiguous())
 
 
 def query_blocks(call: KernelCall) -> Iterator[slice]:

@@ -24,7 +24,7 @@ from audit.capture.check import VALUE_TOLERANCE
 from audit.capture.engine import BatchFold, generalized_divergence
 from audit.capture.interface import KernelCall
 from audit.capture.layers import CapturePlan
-from audit.capture.query_blocks import block_weights, query_blocks
+from audit.capture.query_blocks import block_weights, laid_out, query_blocks
 from audit.capture.region_forward import sees_no_future
 from audit.capture.row_backward import kernel_calls, step_down, widened
 from audit.capture.settings import MEASURED, ROLLOUT, FoldSettings
@@ -112,6 +112,7 @@ def row_fold_batch(
 
 def check_blocks(call: KernelCall, output: Tensor, valid: Tensor) -> None:
     """Check, a block of queries at a time, that weights × values is what the layer's kernel returned."""
+    call = laid_out(call)
     keys = call.value.shape[2]
     dtype = torch.promote_types(call.value.dtype, torch.float32)
     value = call.value.to(dtype).repeat_interleave(call.query.shape[1] // call.value.shape[1], dim=1)
