@@ -10,6 +10,7 @@ import torch
 
 import audit
 from audit.capture import method_pass, query_blocks, row_fold
+from audit.capture.interface import KernelCall
 from audit.capture.row_fold import RowFold, check_blocks
 from audit.errors import CaptureError
 from audit.records import Checkpoint, Map, Method, Probe
@@ -112,13 +113,17 @@ def test_rows_are_not_taken_where_something_would_be_lost(method, rows_only):
     assert not rows_only
 
 
+def no_kernel(*_: Any, **__: Any) -> Any:
+    raise AssertionError("the kernel is not called again")
+
+
 def test_outputs_that_are_not_weights_times_values_are_refused():
-    call = type("Call", (), {})()
     torch.manual_seed(0)
-    call.query = call.key = call.value = torch.randn(1, 2, 5, 4)
-    call.mask, call.is_causal, call.options, call.path = None, False, {}, "layer.0"
+    query, key, value = torch.randn(3, 1, 2, 5, 4)
+    options = {"is_causal": False}
+    call = KernelCall("layer.0", torch.nn.Identity(), no_kernel, query, key, value, None, options)
     valid = torch.ones(1, 5, dtype=torch.bool)
-    output = torch.nn.functional.scaled_dot_product_attention(call.query, call.key, call.value)
+    output = torch.nn.functional.scaled_dot_product_attention(query, key, value)
     check_blocks(call, output.transpose(1, 2), valid)
     with pytest.raises(CaptureError, match=r"layer\.0: its weights times its values"):
         check_blocks(call, 1.01 * output.transpose(1, 2), valid)
