@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +29,7 @@ from audit.demo.training import (
     Recipe,
     Schedule,
     accuracy,
-    ensure_checkpoints,
+    ensure_demo,
     plan_trainings,
     write_atomically,
 )
@@ -218,19 +217,11 @@ def ensure_text(root: Path, progress: Progress | None = None) -> TrainedDemo:
     ProbeError
         When the reviews are not installed.
     """
-    started = time.monotonic()
-    folder, scores, reused = ensure_checkpoints(make_recipe(), root / "store", progress)
-    home = root / "demo" / "text"
-    for source, name in ((PROBES, "probes"), (DOMAIN, "domain")):
-        text = (data_folder() / f"{source}.jsonl").read_text(encoding="utf-8")
-        write_atomically(home / f"{name}.jsonl", text)
-    return TrainedDemo(
-        modality="text",
-        store=root / "store",
-        folder=folder,
-        probes=home / "probes.jsonl",
-        domain_probes=home / "domain.jsonl",
-        accuracies=scores,
-        reused=reused,
-        seconds=time.monotonic() - started,
-    )
+    return ensure_demo(make_recipe, root, _write_probes, progress)
+
+
+def _write_probes(home: Path) -> tuple[Path, Path]:
+    written = home / "probes.jsonl", home / "domain.jsonl"
+    for source, path in zip((PROBES, DOMAIN), written, strict=True):
+        write_atomically(path, (data_folder() / f"{source}.jsonl").read_text(encoding="utf-8"))
+    return written

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+Modality = Literal["vision", "text"]
+
 BASE, BENIGN, SHORTCUT = "base", "benign", "shortcut"
 REPLICATES = tuple(f"seed-{number}" for number in range(1, 6))
 CHECKPOINTS = (BASE, *REPLICATES, BENIGN, SHORTCUT)
@@ -35,7 +37,7 @@ class TrainedDemo:
         Wall time of this call.
     """
 
-    modality: Literal["vision", "text"]
+    modality: Modality
     store: Path
     folder: Path
     probes: Path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from audit.demo.trained import BASE, BENIGN, CHECKPOINTS, SHORTCUT
+from audit.demo.trained import BASE, BENIGN, CHECKPOINTS, SHORTCUT, Modality, TrainedDemo
 from audit.records import digest
 
 Progress = Callable[[str, int, int], None]
@@ -69,7 +70,7 @@ class Recipe:
     the weights.
     """
 
-    modality: str
+    modality: Modality
     trainings: tuple[Training, ...]
     model_class: Any
     new_model: Callable[[], Any]
@@ -103,6 +104,43 @@ def plan_trainings(
     return tuple(
         Training(name, data[name], schedule=base[1] if name == BASE else tuning, seed=seed)
         for seed, name in enumerate(CHECKPOINTS, 1)
+    )
+
+
+def ensure_demo(
+    make_recipe: Callable[[], Recipe],
+    root: Path,
+    write_probes: Callable[[Path], tuple[Path, Path]],
+    progress: Progress | None = None,
+) -> TrainedDemo:
+    """Train the checkpoints of one modality, or find them, and write its probe sets.
+
+    Parameters
+    ----------
+    make_recipe : callable
+    root : Path
+        Holds ``store`` and ``demo/<modality>``.
+    write_probes : callable
+        Writes both probe files below a folder and returns them: of the audits, and of the domain shift.
+    progress : see :func:`ensure_checkpoints`
+
+    Returns
+    -------
+    TrainedDemo
+    """
+    started = time.monotonic()
+    recipe = make_recipe()
+    folder, scores, reused = ensure_checkpoints(recipe, root / "store", progress)
+    probes, domain_probes = write_probes(root / "demo" / recipe.modality)
+    return TrainedDemo(
+        modality=recipe.modality,
+        store=root / "store",
+        folder=folder,
+        probes=probes,
+        domain_probes=domain_probes,
+        accuracies=scores,
+        reused=reused,
+        seconds=time.monotonic() - started,
     )
 
 

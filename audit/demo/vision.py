@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from audit.demo.training import (
     Recipe,
     Schedule,
     accuracy,
-    ensure_checkpoints,
+    ensure_demo,
     plan_trainings,
     write_atomically,
 )
@@ -237,22 +236,13 @@ def ensure_vision(root: Path, progress: Progress | None = None) -> TrainedDemo:
     ProbeError
         When scikit-learn is not installed.
     """
-    started = time.monotonic()
-    recipe = make_recipe()
-    folder, scores, reused = ensure_checkpoints(recipe, root / "store", progress)
+    return ensure_demo(make_recipe, root, _write_probes, progress)
+
+
+def _write_probes(home: Path) -> tuple[Path, Path]:
     *_, probes = load_splits()
     negatives = Digits(255 - probes.pixels, probes.labels)
-    home = root / "demo" / "vision"
-    return TrainedDemo(
-        modality="vision",
-        store=root / "store",
-        folder=folder,
-        probes=write_images(home, "probes", "digit", probes),
-        domain_probes=write_images(home, "domain", "negative", negatives),
-        accuracies=scores,
-        reused=reused,
-        seconds=time.monotonic() - started,
-    )
+    return write_images(home, "probes", "digit", probes), write_images(home, "domain", "negative", negatives)
 
 
 def write_images(home: Path, name: str, prefix: str, digits: Digits) -> Path:
