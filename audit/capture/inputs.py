@@ -298,24 +298,36 @@ def _message_positions(tokenizer: Any, probe: Probe, encoding: Any) -> Positions
 # --- images -----------------------------------------------------------------------------------
 
 
-def image_processor(checkpoint: Checkpoint) -> Any:
-    """Return the image processor of a checkpoint.
+def processor_part(checkpoint: Checkpoint, part: str, *, mark: str, probes: str) -> Any:
+    """Return one part of a checkpoint's processor, or all of it where it is that part alone.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    part : "image_processor" or "feature_extractor"
+    mark : str
+        Attribute by which the part alone is known.
+    probes : str
+        What needs it, for the error.
 
     Raises
     ------
     CheckpointError
-        When its processor has none.
+        When the processor has no such part.
     """
     processor = checkpoint.processor
-    found = getattr(processor, "image_processor", None) or (
-        processor if hasattr(processor, "image_mean") else None
-    )
+    found = getattr(processor, part, None) or (processor if hasattr(processor, mark) else None)
     if found is None:
         raise CheckpointError(
-            f"checkpoint {checkpoint.info.ref} has no image processor but the probes are images; save its "
-            "preprocessor_config.json beside it"
+            f"checkpoint {checkpoint.info.ref} has no {part.replace('_', ' ')} but the probes are {probes}; "
+            "save its preprocessor_config.json beside it"
         )
     return found
+
+
+def image_processor(checkpoint: Checkpoint) -> Any:
+    """Return the image processor of a checkpoint; raise CheckpointError where it has none."""
+    return processor_part(checkpoint, "image_processor", mark="image_mean", probes="images")
 
 
 def encode_image(checkpoint: Checkpoint, probe: Probe, *, windows: bool = False) -> Encoded:

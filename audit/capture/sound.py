@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from audit.capture.inputs import Encoded, core_model
-from audit.errors import CaptureError, CheckpointError, ProbeError
+from audit.capture.inputs import Encoded, core_model, processor_part
+from audit.errors import CaptureError, ProbeError
 from audit.media import load_audio
 from audit.records import Checkpoint, Positions, Probe
 
@@ -18,23 +18,8 @@ HOP = 0.01
 
 
 def sound_processor(checkpoint: Checkpoint) -> Any:
-    """Return the feature extractor of a checkpoint.
-
-    Raises
-    ------
-    CheckpointError
-        When its processor has none.
-    """
-    processor = checkpoint.processor
-    found = getattr(processor, "feature_extractor", None) or (
-        processor if hasattr(processor, "sampling_rate") else None
-    )
-    if found is None:
-        raise CheckpointError(
-            f"checkpoint {checkpoint.info.ref} has no feature extractor but the probes are sound; save its "
-            "preprocessor_config.json beside it"
-        )
-    return found
+    """Return the feature extractor of a checkpoint; raise CheckpointError where it has none."""
+    return processor_part(checkpoint, "feature_extractor", mark="sampling_rate", probes="sound")
 
 
 def encode_sound(checkpoint: Checkpoint, probe: Probe) -> Encoded:
