@@ -8,6 +8,7 @@ loaded, since ``audit gate`` must start fast.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
@@ -229,22 +230,22 @@ def distance_replicate_test(
         probe_variance=probe_variance,
         probe_df=probe_df,
     )
+    return _in_distance_units(test, centre)
+
+
+def _in_distance_units(test: ReplicateTest, centre: float) -> ReplicateTest:
+    """Return a test of logs with excess, interval and detectable shift as distances around `centre`."""
 
     def unit(log_excess: float) -> float:
         # A spread of hundreds of e-folds would overflow; it is as good as unbounded.
         return centre * float(np.expm1(min(log_excess, 600.0)))
 
     shift = test.minimum_detectable_shift
-    return ReplicateTest(
+    return replace(
+        test,
         excess=None if test.excess is None else unit(test.excess),
-        statistic=test.statistic,
-        pvalue=test.pvalue,
         interval=None if test.interval is None else (unit(test.interval[0]), unit(test.interval[1])),
         minimum_detectable_shift=None if shift is None else unit(shift),
-        n_replicates=k,
-        sd=test.sd,
-        df=test.df,
-        reason=test.reason,
     )
 
 

@@ -351,22 +351,16 @@ def judge_excess(
     large = effect_of(cell, test.excess) >= policy.effect_floor
     sampled = _probe_sets_explain(cell, test)
     explained = None if sampled else explained
+    significant = adjusted <= policy.alpha
     outcome, reason, needed = Outcome.INCONCLUSIVE, None, None
-    if adjusted <= policy.alpha and large and not sampled:
+    if significant and large and not sampled:
         outcome = Outcome.FAIL
     elif equivalence(test.interval, within, alternative=direction_of(rule)):
         outcome = Outcome.PASS
     else:
-        reason = "the interval of the excess is not inside the margin"
-        if adjusted <= policy.alpha and sampled:
-            reason = "other probes of the two sets could show the opposite: the interval holds 0"
-        elif adjusted <= policy.alpha:
-            reason = (
-                f"larger than re-training explains, but below the effect floor of {policy.effect_floor:g}"
-            )
+        reason = _undecided(policy, significant=significant, sampled=sampled)
         needed = replicates_needed(cell, rule, floor, within=within, rules=max(tests, 1), policy=policy)
-        if sampled:
-            needed = "more probes in both probe sets"
+        needed = "more probes in both probe sets" if sampled else needed
     failed_from = policy.effect_floor if outcome is Outcome.FAIL else None
     numbers = excess_numbers(test, within, rule, adjusted, tests, failed_from)
     return base_verdict(
@@ -381,6 +375,15 @@ def judge_excess(
         reason=reason,
         **facts,
     )
+
+
+def _undecided(policy: Policy, *, significant: bool, sampled: bool) -> str:
+    """Return why an excess rule neither passes nor fails."""
+    if not significant:
+        return "the interval of the excess is not inside the margin"
+    if sampled:
+        return "other probes of the two sets could show the opposite: the interval holds 0"
+    return f"larger than re-training explains, but below the effect floor of {policy.effect_floor:g}"
 
 
 def _probe_sets_explain(cell: Cell, test: ReplicateTest) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 
@@ -13,6 +13,17 @@ if TYPE_CHECKING:
     import polars as pl
 
 SHOWN = 200
+COLUMNS = (
+    "probe_id",
+    "js_distance",
+    "label",
+    "predicted_before",
+    "predicted_after",
+    "confidence_before",
+    "confidence_after",
+    "change",
+    "group",
+)
 
 
 def ranked(name: str, chosen: Selected) -> pl.DataFrame:
@@ -33,17 +44,7 @@ def draw(name: str, chosen: Selected) -> None:
         "Probes that moved most", "Sorted by the JS distance of the two maps. Click a row to see it."
     ):
         frame = ranked(name, chosen)
-        shown = frame.select(
-            "probe_id",
-            "js_distance",
-            "label",
-            "predicted_before",
-            "predicted_after",
-            "confidence_before",
-            "confidence_after",
-            "change",
-            "group",
-        )
+        shown = frame.select(COLUMNS)
         shown = shown[[column.name for column in shown if column.null_count() < len(column)]]
         largest = shown["js_distance"].max() if "js_distance" in shown.columns else None
         event = st.dataframe(
@@ -53,20 +54,7 @@ def draw(name: str, chosen: Selected) -> None:
             on_select="rerun",
             selection_mode="single-row",
             key="probes",
-            column_config={
-                "probe_id": st.column_config.TextColumn("probe"),
-                "js_distance": st.column_config.ProgressColumn(
-                    "JS distance",
-                    help=blocks.GLOSSARY["JS distance"],
-                    format="%.3f",
-                    min_value=0.0,
-                    max_value=float(largest or 1.0),
-                ),
-                "predicted_before": "predicted before",
-                "predicted_after": "predicted after",
-                "confidence_before": st.column_config.NumberColumn("confidence before", format="%.2f"),
-                "confidence_after": st.column_config.NumberColumn("confidence after", format="%.2f"),
-            },
+            column_config=_columns(float(largest or 1.0)),
         )
         chosen_rows = event["selection"]["rows"]
         if chosen_rows:
@@ -77,3 +65,21 @@ def draw(name: str, chosen: Selected) -> None:
         if len(shown) > SHOWN:
             blocks.note(f"The first {SHOWN} of {len(shown):,}; the download holds all.")
         downloads.table(f"{name}-probes", shown)
+
+
+def _columns(largest: float) -> dict[str, Any]:
+    """Return how each column is drawn, with bars up to the `largest` distance."""
+    return {
+        "probe_id": st.column_config.TextColumn("probe"),
+        "js_distance": st.column_config.ProgressColumn(
+            "JS distance",
+            help=blocks.GLOSSARY["JS distance"],
+            format="%.3f",
+            min_value=0.0,
+            max_value=largest,
+        ),
+        "predicted_before": "predicted before",
+        "predicted_after": "predicted after",
+        "confidence_before": st.column_config.NumberColumn("confidence before", format="%.2f"),
+        "confidence_after": st.column_config.NumberColumn("confidence after", format="%.2f"),
+    }
