@@ -63,6 +63,14 @@ def warn(message: object, *, icon: str = "report") -> None:
     st.warning(plain(message), icon=f":material/{icon}:")
 
 
+def no_comparison() -> None:
+    """Say that the store holds no comparison yet, and what makes one."""
+    st.info(
+        "There is no comparison in this store yet; `audit run audit.toml` makes one.",
+        icon=":material/inbox:",
+    )
+
+
 def html(content: str) -> None:
     """Draw HTML of the dashboard's own style."""
     st.html(f'<div class="ra">{content}</div>')

@@ -33,10 +33,7 @@ def page() -> None:
     st.title("Comparison", anchor=False)
     manifests = list(reversed(data.comparisons().manifests))
     if not manifests:
-        st.info(
-            "There is no comparison in this store yet; `audit run audit.toml` makes one.",
-            icon=":material/inbox:",
-        )
+        blocks.no_comparison()
         return
     name = choose_comparison(manifests)
     comparison, verdict = data.comparison(name), data.verdict(name)

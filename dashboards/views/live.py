@@ -31,10 +31,7 @@ def page() -> None:
     st.title("Live", anchor=False)
     manifests = [one for one in reversed(data.comparisons().manifests) if one["before"] and one["after"]]
     if not manifests:
-        st.info(
-            "There is no comparison in this store yet; `audit run audit.toml` makes one.",
-            icon=":material/inbox:",
-        )
+        blocks.no_comparison()
         return
     name = compare.choose_comparison(manifests)
     comparison = data.comparison(name)

@@ -30,10 +30,7 @@ def page() -> None:
     st.title("Probe", anchor=False)
     manifests = list(reversed(data.comparisons().manifests))
     if not manifests:
-        st.info(
-            "There is no comparison in this store yet; `audit run audit.toml` makes one.",
-            icon=":material/inbox:",
-        )
+        blocks.no_comparison()
         return
     name = compare.choose_comparison(manifests)
     comparison = data.comparison(name)

@@ -25,10 +25,7 @@ def page() -> None:
     st.title("Trends", anchor=False)
     found = models(data.comparisons().manifests)
     if not found:
-        st.info(
-            "There is no comparison in this store yet; `audit run audit.toml` makes one.",
-            icon=":material/inbox:",
-        )
+        blocks.no_comparison()
         return
     longest = sorted(found, key=lambda model: -len(model.history))
     names = [
