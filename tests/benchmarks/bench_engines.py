@@ -24,8 +24,8 @@ def measure(name: str, one: cases.Subject, engines: dict[str, tuple[cases.Engine
     ENGINES.measure(name, one, cases.plain, engines, rounds)
 
 
-def region_goal(one: cases.Subject, memory: str) -> str:
-    share = statistics.median(cases.attention_share(one) for _ in range(3))
+def region_goal(one: cases.Subject, memory: str, rounds: int = 3) -> str:
+    share = statistics.median(cases.attention_share(one) for _ in range(rounds))
     return f"≤ {1 + REGION_SHARE * share:.2f}× (attention's share {share:.2f}), ≤ {memory}"
 
 
@@ -92,7 +92,7 @@ def test_bert_base_at_2048_positions():
 def test_bert_base_at_8192_positions():
     one = cases.bert(8192, 1, layers=LAYERS)
     engines = {
-        "regions": (cases.regions, region_goal(one, "+64 MB")),
+        "regions": (cases.regions, region_goal(one, "+64 MB", 1)),
         "row": (cases.row, "≤ 2.8×, ≤ +800 MB"),
     }
     measure(f"BERT-base, {LAYERS} layers, n = 8,192, batch 1", one, engines, 1)
