@@ -50,7 +50,7 @@ fix: $(STAMP) ## Format the code and mend what ruff can mend
 
 bench bench-gpu: export OMP_NUM_THREADS := $(shell nproc 2>/dev/null || echo 1)
 bench: $(STAMP) ## Measure speed and memory beside the plain forward pass; write tests/benchmarks/RESULTS.md
-	$(BIN)/python -m pytest -s -o python_files='bench_*.py' tests/benchmarks
+	$(BIN)/python -m pytest -s -o timeout=1800 -o python_files='bench_*.py' tests/benchmarks
 
 bench-gpu: $(STAMP) ## Measure the engines on a GPU (8 minutes); without one, in small on the CPU
 	$(BIN)/python -m tests.benchmarks.accelerator
