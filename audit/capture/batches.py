@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from audit.capture.inputs import Encoded
+from audit.records import Captured
 
 
 def length_batches(
@@ -40,6 +41,19 @@ def length_batches(
         indices.sort(key=lambda i: encoded[i].probe.id)
         batches += [indices[start : start + size] for start in range(0, len(indices), size)]
     return batches
+
+
+def in_order(
+    batches: Sequence[Sequence[int]], capture: Callable[[Sequence[int]], Sequence[Captured]]
+) -> Iterator[Captured]:
+    """Yield what `capture` gives for each index of `batches`, in the order of the indices."""
+    ready: dict[int, Captured] = {}
+    cursor = 0
+    for indices in batches:
+        ready |= dict(zip(indices, capture(indices), strict=True))
+        while cursor in ready:
+            yield ready.pop(cursor)
+            cursor += 1
 
 
 def stack(encoded: Sequence[Encoded]) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from audit.capture.engine import BatchFold, generalized_divergence
+from audit.capture.folds import chosen_head, head_disagreement
 from audit.capture.interface import AttentionCall
 from audit.capture.joint import JointSteps
 from audit.capture.layers import CapturePlan
@@ -202,23 +203,14 @@ class HeadCross(CrossFold):
         rows = (1 - kept) * rows + kept * self.read_rows(source)[:, None]
         super().take_cross(weights, residual)
         self.head_rows = [*getattr(self, "head_rows", []), rows]
-        self.rows[-1] = self._chosen(rows), self.rows[-1][1]
-
-    def _chosen(self, rows: Tensor) -> Tensor:
-        head = self.settings.head
-        if head is None:
-            return rows.mean(dim=1)
-        if head >= rows.shape[1]:
-            raise ConfigError(f"[method] head = {head}, but the layer has {rows.shape[1]} heads; mend it")
-        return rows[:, head]
+        self.rows[-1] = chosen_head(rows, self.settings), self.rows[-1][1]
 
     def streams(self) -> tuple[StreamRows, StreamRows]:
         """Add ``head_disagreement`` of the heads' source maps at the layer read, in bits."""
         source, prefix = super().streams()
         rows = self.head_rows[self.final_layer()].double()
         rows = rows / rows.sum(dim=-1, keepdim=True)
-        weight = rows.new_full(rows.shape[:2], 1 / rows.shape[1])
-        source.diagnostics = {**source.diagnostics, "head_disagreement": generalized_divergence(rows, weight)}
+        source.diagnostics = {**source.diagnostics, "head_disagreement": head_disagreement(rows)}
         return source, prefix
 
 

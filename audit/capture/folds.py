@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from audit.capture.engine import BatchFold, generalized_divergence
+from audit.capture.settings import FoldSettings
 from audit.errors import CaptureError, ConfigError
 from audit.methods.flow import attention_flow, flow_bound, normalized_flow, saturated_share
 
@@ -25,7 +26,7 @@ class PerHeadFold(BatchFold):
             below = torch.nn.functional.pad(below, (0, rows.shape[2] - below.shape[2]) * 2)
             rows = rows.to(below.dtype) @ below
         self.head_rows = [*getattr(self, "head_rows", []), rows]
-        self.rows[layer] = self._chosen(rows)
+        self.rows[layer] = chosen_head(rows, self.settings)
 
     def _head_rows(self, weights: Tensor, layer: int) -> Tensor:
         """Return the row of Ã of each head: (batch, head, key)."""
@@ -47,19 +48,31 @@ class PerHeadFold(BatchFold):
             raise CaptureError("[method] same_head = true needs the same number of heads in every layer")
         return mixed @ self._heads
 
-    def _chosen(self, rows: Tensor) -> Tensor:
-        head = self.settings.head
-        if head is None:
-            return rows.mean(dim=1)
-        if head >= rows.shape[1]:
-            raise ConfigError(f"[method] head = {head}, but the layer has {rows.shape[1]} heads; mend it")
-        return rows[:, head]
-
     def diagnostics(self) -> dict[str, Tensor]:
         """Add ``head_disagreement``: the divergence of the heads' maps at the layer read, in bits."""
         rows = self.head_rows[self._final_layer()].to(torch.float64)
-        weight = rows.new_full(rows.shape[:2], 1 / rows.shape[1])
-        return {**super().diagnostics(), "head_disagreement": generalized_divergence(rows, weight)}
+        return {**super().diagnostics(), "head_disagreement": head_disagreement(rows)}
+
+
+def chosen_head(rows: Tensor, settings: FoldSettings) -> Tensor:
+    """Return the row of the head that the settings name, else the mean: (batch, key) of (batch, head, key).
+
+    Raises
+    ------
+    ConfigError
+        When the layer has no such head.
+    """
+    head = settings.head
+    if head is None:
+        return rows.mean(dim=1)
+    if head >= rows.shape[1]:
+        raise ConfigError(f"[method] head = {head}, but the layer has {rows.shape[1]} heads; mend it")
+    return rows[:, head]
+
+
+def head_disagreement(rows: Tensor) -> Tensor:
+    """Return the divergence of the heads' maps (batch, head, key) in bits, each head alike: (batch,)."""
+    return generalized_divergence(rows, rows.new_full(rows.shape[:2], 1 / rows.shape[1]))
 
 
 class FlowFold(BatchFold):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from audit.capture.batches import stack, valid_positions
+from audit.capture.batches import in_order, stack, valid_positions
 from audit.capture.check import check_alone, same_tensors
 from audit.capture.co_attention import input_stacks
 from audit.capture.co_checks import check_streams
@@ -48,15 +48,12 @@ def capture_pairs(session: PairSession, window: Sequence[Encoded]) -> Iterator[C
     ProbeError
         When a probe has no such row.
     """
-    ready: dict[int, Captured] = {}
-    cursor = 0
-    for indices in session.batches(window):
+
+    def captured(indices: Sequence[int]) -> list[Captured]:
         batch = [window[i] for i in indices]
-        fold, outputs = _fold(session, batch)
-        ready |= dict(zip(indices, _captured(session, batch, fold, outputs), strict=True))
-        while cursor in ready:
-            yield ready.pop(cursor)
-            cursor += 1
+        return _captured(session, batch, *_fold(session, batch))
+
+    yield from in_order(session.batches(window), captured)
 
 
 def verify_pairs(session: PairSession, window: Sequence[Encoded]) -> None:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from audit.capture.batches import beginning, length_batches, stack, valid_positions
+from audit.capture.batches import beginning, in_order, length_batches, stack, valid_positions
 from audit.capture.check import check_alone, same_tensors
 from audit.capture.engine import FoldSettings
 from audit.capture.inputs import Encoded, core_model
@@ -123,17 +123,18 @@ def capture_single(
     session: Session, window: Sequence[Encoded], progress: Progress | None
 ) -> Iterator[Captured]:
     """Yield the map and prediction of each probe of a window, in order."""
-    ready: dict[int, Captured] = {}
-    cursor, done = 0, 0
-    for indices in session.batches(window):
+    done = 0
+
+    def captured(indices: Sequence[int]) -> list[Captured]:
+        nonlocal done
         batch = [window[i] for i in indices]
-        ready |= dict(zip(indices, captured_batch(session, batch, *_fold(session, batch)), strict=True))
+        found = captured_batch(session, batch, *_fold(session, batch))
         done += len(indices)
         if progress is not None:
             progress(done)
-        while cursor in ready:
-            yield ready.pop(cursor)
-            cursor += 1
+        return found
+
+    yield from in_order(session.batches(window), captured)
 
 
 def captured_batch(session: Session, batch: Sequence[Encoded], fold: Fold, outputs: Any) -> list[Captured]:
