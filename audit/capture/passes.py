@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,14 @@ from audit.capture.check import check_counts, check_rows, check_values
 from audit.capture.engine import BatchFold
 from audit.capture.hooks import Replay, counted_calls, hook_capture
 from audit.capture.inputs import accepted_arguments, core_model, uncompiled
-from audit.capture.interface import AttentionCall, Receiver, config_locks, interface_capture
+from audit.capture.interface import (
+    AttentionCall,
+    KernelCall,
+    Receiver,
+    Replacing,
+    config_locks,
+    interface_capture,
+)
 from audit.capture.layers import CapturePlan, expected_calls, narrow_plan
 from audit.capture.pieces import joined_pieces
 from audit.errors import CaptureError
@@ -191,6 +198,49 @@ def fold_batch(
     expected = None if plan.narrowed else expected_calls(core_model(model))
     with exclusive(model, plan.configs), watched(plan, receive, expected):
         return run_model(model, tensors, attentions=plan.has_hooks, keep_logits=keep_logits)
+
+
+def attend_batch(
+    model: nn.Module,
+    plan: CapturePlan,
+    tensors: Mapping[str, Tensor],
+    attend: Callable[[KernelCall], tuple[Tensor, Tensor | None]],
+    *,
+    keep_logits: bool = False,
+) -> Any:
+    """Run one batch with `attend` in the place of every layer's kernel, and check that none was missed.
+
+    Parameters
+    ----------
+    model, plan, tensors
+        All layers of `plan` are on the attention interface.
+    attend : function of a KernelCall
+        Returns what the kernel returns: output and weights.
+    keep_logits : bool
+        See :func:`run_model`.
+
+    Returns
+    -------
+    The model's outputs
+
+    Raises
+    ------
+    CaptureError
+        When a layer was missed.
+    """
+    seen = Counter[str]()
+
+    def counted(call: KernelCall) -> tuple[Tensor, Tensor | None]:
+        seen[call.path] += 1
+        return attend(call)
+
+    expected = None if plan.narrowed else expected_calls(core_model(model))
+    with exclusive(model, plan.configs), ExitStack() as stack:
+        called = stack.enter_context(counted_calls(plan.modules()))
+        stack.enter_context(interface_capture(plan.modules("interface"), plan.configs, Replacing(counted)))
+        outputs = run_model(model, tensors, keep_logits=keep_logits)
+        check_counts(plan, called, seen, expected)
+    return outputs
 
 
 def active_plan(

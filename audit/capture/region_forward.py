@@ -20,20 +20,16 @@ expressed in the fused kernel: :func:`refusal` says so, and the dense engine tak
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from audit.capture.check import ROW_TOLERANCE, VALUE_TOLERANCE, check_counts
-from audit.capture.hooks import counted_calls
-from audit.capture.inputs import core_model
-from audit.capture.interface import KernelCall, Replacing, interface_capture
-from audit.capture.layers import CapturePlan, expected_calls
-from audit.capture.passes import exclusive, run_model
+from audit.capture.check import ROW_TOLERANCE, VALUE_TOLERANCE
+from audit.capture.interface import KernelCall
+from audit.capture.layers import CapturePlan
+from audit.capture.passes import attend_batch
 from audit.capture.query_blocks import prunes
 from audit.capture.settings import MEASURED, ROLLOUT, FoldSettings
 from audit.errors import CaptureError
@@ -247,23 +243,15 @@ def region_batch(
     ------
     CaptureError
     """
-    seen = Counter[str]()
 
     def attend(call: KernelCall) -> tuple[Tensor, Tensor | None]:
-        seen[call.path] += 1
         output, weights = call.run()
         fold.fold(call)
         if verify:
             check_output(call, output, fold.valid)
         return output, weights
 
-    expected = None if plan.narrowed else expected_calls(core_model(model))
-    with exclusive(model, plan.configs), ExitStack() as stack:
-        called = stack.enter_context(counted_calls(plan.modules()))
-        stack.enter_context(interface_capture(plan.modules("interface"), plan.configs, Replacing(attend)))
-        outputs = run_model(model, tensors, keep_logits=keep_logits)
-        check_counts(plan, called, seen, expected)
-    return outputs
+    return attend_batch(model, plan, tensors, attend, keep_logits=keep_logits)
 
 
 def check_output(call: KernelCall, output: Tensor, valid: Tensor) -> None:

@@ -16,21 +16,16 @@ about one forward call, and any layer that the fused kernel cannot express goes 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from audit.capture.check import check_counts
-from audit.capture.hooks import counted_calls
-from audit.capture.inputs import core_model
-from audit.capture.interface import KernelCall, Replacing, interface_capture
-from audit.capture.layers import CapturePlan, expected_calls
-from audit.capture.passes import exclusive, run_model
+from audit.capture.interface import KernelCall
+from audit.capture.layers import CapturePlan
+from audit.capture.passes import attend_batch
 from audit.capture.query_blocks import rows_by_blocks
 from audit.capture.region_forward import fused_product, refusal, settings_refusal
 from audit.capture.settings import MEASURED, ROLLOUT, FoldSettings
@@ -150,12 +145,7 @@ def kernel_calls(
         calls.append(replace(call, value=call.key))  # values are not needed again
         return output, weights
 
-    expected = None if plan.narrowed else expected_calls(core_model(model))
-    with exclusive(model, plan.configs), ExitStack() as stack:
-        called = stack.enter_context(counted_calls(plan.modules()))
-        stack.enter_context(interface_capture(plan.modules("interface"), plan.configs, Replacing(attend)))
-        outputs = run_model(model, tensors, keep_logits=keep_logits)
-        check_counts(plan, called, Counter(call.path for call in calls), expected)
+    outputs = attend_batch(model, plan, tensors, attend, keep_logits=keep_logits)
     return calls, outputs
 
 
