@@ -12,20 +12,10 @@ from PIL import Image
 
 from audit.media import save_audio
 from audit.probes import read_probes
-from audit.records import (
-    Captured,
-    CaptureSettings,
-    CheckpointInfo,
-    Map,
-    Method,
-    Positions,
-    Prediction,
-    RunSpec,
-    digest,
-)
-from audit.regions import expand_regions, parse_regions, reliance
+from audit.records import Captured, Map, Positions, Prediction
 from audit.store import Store
 from audit.store._files import seal
+from tests.synthetic import publish_run
 
 NOISE = {"seed-1": 0.01, "seed-2": 0.01, "seed-3": 0.01, "after": 0.09}
 RULES = """
@@ -121,27 +111,11 @@ def _gate(config: Path) -> str:
 def _publish(root: Path, name: str, path: Path, regions: Any, maps: Any, share: float) -> str:
     """Publish a run whose maps have more of their mass in the first half the larger `share` is."""
     probes = read_probes(path)
-    wanted = expand_regions(parse_regions(regions), probes.probes)
-    spec = RunSpec(
-        checkpoint=CheckpointInfo(name, digest(name), digest([name]), "c" * 64),
-        inputs_digest=probes.inputs_digest,
-        annotations_digest=probes.annotations_digest,
-        regions=wanted,
-        target="auto",
-        targets_digest="",
-        method=Method(),
-        settings=CaptureSettings(),
-        versions={"capture": "1", "transformers": "5.24.0"},
-    )
     random = np.random.default_rng([*name.encode()])
     captured = [
         Captured(maps(probe.id, share + 0.1 * random.random()), Prediction(probe.id)) for probe in probes
     ]
-    pairs = zip(captured, probes, strict=True)
-    found = [r for item, probe in pairs for one in item.maps for r in reliance(one, probe, wanted)]
-    writer = Store(root / "store").begin_run(spec, 1)
-    writer.write_shard(0, captured, found)
-    return str(writer.publish(counts={"probes": len(captured)}, diagnostics={})["run_id"])
+    return publish_run(Store(root / "store"), name, probes, regions, captured)
 
 
 def _leaning(n: int, share: float) -> np.ndarray[Any, Any]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from audit.records import (
     Positions,
     Prediction,
     Probe,
+    ProbeSet,
     RunSpec,
     digest,
 )
@@ -54,6 +56,29 @@ resamples = 199
 """
 
 
+def publish_run(
+    store: Store, name: str, probes: ProbeSet, regions: Mapping[str, Any], captured: Sequence[Captured]
+) -> str:
+    """Publish the run of a checkpoint `name` that gave one of `captured` for each probe; return its id."""
+    wanted = expand_regions(parse_regions(regions), probes.probes)
+    spec = RunSpec(
+        checkpoint=CheckpointInfo(name, digest(name), digest([name]), "c" * 64),
+        inputs_digest=probes.inputs_digest,
+        annotations_digest=probes.annotations_digest,
+        regions=wanted,
+        target="auto",
+        targets_digest="",
+        method=Method(),
+        settings=CaptureSettings(),
+        versions={"capture": "1", "transformers": "5.24.0"},
+    )
+    pairs = zip(captured, probes, strict=True)
+    found = [one for item, probe in pairs for map_ in item.maps for one in reliance(map_, probe, wanted)]
+    writer = store.begin_run(spec, 1)
+    writer.write_shard(0, captured, found)
+    return str(writer.publish(counts={"probes": len(probes)}, diagnostics={})["run_id"])
+
+
 @dataclass
 class World:
     """A folder with a probe file, a store, and runs that are added as a test needs them."""
@@ -81,29 +106,10 @@ class World:
     def run(self, name: str, opening: float, *, noise: float = 0.01, **changes: object) -> str:
         """Publish the run of a checkpoint whose maps have `opening` of their mass on the first quarter."""
         probes = read_probes(self.probes)
-        regions = expand_regions(parse_regions(REGIONS), probes.probes)
-        spec = RunSpec(
-            checkpoint=CheckpointInfo(name, digest(name), digest([name]), "c" * 64),
-            inputs_digest=probes.inputs_digest,
-            annotations_digest=probes.annotations_digest,
-            regions=regions,
-            target="auto",
-            targets_digest="",
-            method=Method(),
-            settings=CaptureSettings(),
-            versions={"capture": "1", "transformers": "5.24.0"},
-        )
         random = np.random.default_rng([*name.encode()])
         shares = np.clip(opening + noise * random.standard_normal(self.n), 0.01, 0.9)
         captured = [_captured(probe, share) for probe, share in zip(probes, shares, strict=True)]
-        found = [
-            one
-            for item, probe in zip(captured, probes, strict=True)
-            for one in reliance(item.maps[0], probe, regions)
-        ]
-        writer = self.store.begin_run(spec, 1)
-        writer.write_shard(0, captured, found)
-        return str(writer.publish(counts={"probes": self.n}, diagnostics={})["run_id"])
+        return publish_run(self.store, name, probes, REGIONS, captured)
 
     def config(self, before: str, after: str, replicates: Sequence[str] = (), *, fail: float = 0.02,
                name: str = "audit.toml", extra: str = "", rules: str = RULES) -> Path:  # fmt: skip

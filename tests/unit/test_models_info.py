@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from audit.errors import CheckpointError, ExitCode
 from audit.models import checkpoint_info, compatible_targets, digests, estimate
 from audit.records import CheckpointInfo
+from tests.refusals import message
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {
@@ -36,15 +36,6 @@ def make_checkpoint(directory: Path, **config: object) -> Path:
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     return make_checkpoint(tmp_path / "here")
-
-
-def message(call, *arguments, **keywords) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        call(*arguments, **keywords)
-    assert caught.value.exit_code == ExitCode.CHECKPOINT
-    text = str(caught.value)
-    assert "\n" not in text
-    return text
 
 
 # --- digests ----------------------------------------------------------------------------------
