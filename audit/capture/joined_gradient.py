@@ -246,26 +246,43 @@ def relevance_joined(
         stack.enter_context(hook_capture(plan.modules("hook"), hooked))
         outputs = run_model(model, item.tensors, attentions=plan.has_hooks, keep_logits=True)
         check_counts(plan, called, seen, None)
-        score = _score(checkpoint, item, outputs, fold, wanted)
+        fold.targets, score = explained(checkpoint, item, outputs, fold.read, wanted)
+        check_differentiable(score, outputs)
         torch.autograd.grad(score, leaves[plan.stacks[0]], allow_unused=True)
     return _detached(outputs)
 
 
-def _score(
-    checkpoint: Checkpoint, item: Encoded, outputs: Any, fold: JoinedRelevance, wanted: Mapping[str, Any]
-) -> Tensor:
-    """Return the logit that is explained, and note which it is."""
+def explained(
+    checkpoint: Checkpoint, item: Encoded, outputs: Any, read: Tensor, wanted: Mapping[str, Any]
+) -> tuple[dict[str, Score], Tensor]:
+    """Return what is explained of one probe, by its id, and its value as a scalar.
+
+    Parameters
+    ----------
+    checkpoint, item, outputs
+    read : float Tensor (1, position)
+        The output row, as weights over the rows of the last stack.
+    wanted : mapping of probe id to target, or to the score that an earlier pass gave
+
+    Raises
+    ------
+    CaptureError
+        When the model has no such logits.
+    """
     logits = getattr(outputs, "logits", None)
-    if not isinstance(logits, Tensor) or (logits.dim() == 3 and logits.shape[1] != fold.read.shape[1]):
+    if not isinstance(logits, Tensor) or (logits.dim() == 3 and logits.shape[1] != read.shape[1]):
         raise CaptureError(
             f"{type(outputs).__name__} has no logits at the positions of its last stack to explain; use the "
             "method rollout"
         )
-    fold.targets = resolve_targets(checkpoint, [item], outputs, wanted, fold.read)
-    score = target_scores([item], outputs, fold.targets, fold.read, checkpoint.task).sum()
+    targets = resolve_targets(checkpoint, [item], outputs, wanted, read)
+    return targets, target_scores([item], outputs, targets, read, checkpoint.task).sum()
+
+
+def check_differentiable(score: Tensor, outputs: Any) -> None:
+    """Raise CaptureError for a score without a gradient."""
     if not score.requires_grad:
         raise CaptureError(
             f"{type(outputs).__name__}: its logits do not depend on the image, so there is no gradient; use "
             "the method rollout"
         )
-    return score

@@ -16,22 +16,25 @@ from audit.capture.check import same_tensors
 from audit.capture.front import KEYS, Front, check_entry, trace_front
 from audit.capture.inputs import Encoded, core_model, patch_size
 from audit.capture.joined import JoinedFold, fold_joined
+from audit.capture.joined_attribution import JoinedAttribution, JoinedQuestion, attribute_joined
 from audit.capture.joined_gradient import JoinedRelevance, relevance_joined
 from audit.capture.layers import CapturePlan, plan_capture
 from audit.capture.maps import stream_map, undefined_map
 from audit.capture.mixing import check_mixing
+from audit.capture.origins import latent_count
 from audit.capture.pair_methods import check_joined_settings, check_pair_settings
 from audit.capture.passes import active_plan, exclusive, place, run_model
 from audit.capture.pictures import Picture
 from audit.capture.predictions import first_tensor, predictions
 from audit.capture.rows import decide_row, row_weights
-from audit.capture.settings import GRADIENT, FoldSettings
+from audit.capture.settings import ATTRIBUTION, GRADIENT, FoldSettings
 from audit.capture.targets import require_head
 from audit.capture.windowed import Slots, has_windows, measure_slots
 from audit.errors import CaptureError, ProbeError
 from audit.records import Captured, CaptureSettings, Checkpoint, Map, Method, Positions
 from audit.records import Stream as StreamName
 
+AnyFold = JoinedFold | JoinedRelevance | JoinedAttribution
 GENERATES = ("image-text-to-text", "causal-lm")
 
 
@@ -67,7 +70,7 @@ class _Run:
 
     item: Encoded
     front: Front
-    fold: JoinedFold | JoinedRelevance
+    fold: AnyFold
     outputs: Any
     row_index: int
 
@@ -127,6 +130,8 @@ def verify_joined(session: JoinedSession, window: Sequence[Encoded]) -> None:
     CaptureError
     """
     model, plan = session.checkpoint.model, session.plan
+    if session.fold.method in ATTRIBUTION:  # many passes twice would prove nothing more
+        session = replace(session, fold=FoldSettings())
     first, again = _run(session, window[0], verify=True), _run(session, window[0])
     if not (
         same_tensors(first.fold.row(), again.fold.row())
@@ -158,14 +163,28 @@ def _run(session: JoinedSession, item: Encoded, *, verify: bool = False) -> _Run
 
 def _pass(
     session: JoinedSession, item: Encoded, front: Front, read: Tensor, slots: Slots, *, verify: bool
-) -> tuple[JoinedFold | JoinedRelevance, Any]:
+) -> tuple[AnyFold, Any]:
     """Run the method on one probe."""
     given = (session.plan, session.fold, front, read)
+    if session.fold.method in ATTRIBUTION:
+        return _attributed(session, item, front, read, slots, verify=verify)
     if session.fold.method == GRADIENT:
         relevance = JoinedRelevance(*given, verify=verify, slots=slots)
         return relevance, relevance_joined(session.reader, item, relevance, session.wanted)
     fold = JoinedFold(*given, verify=verify, slots=slots)
     return fold, fold_joined(session.checkpoint.model, item.tensors, fold)
+
+
+def _attributed(
+    session: JoinedSession, item: Encoded, front: Front, read: Tensor, slots: Slots, *, verify: bool
+) -> tuple[JoinedAttribution, Any]:
+    """Attribute the target logit of one probe; its rollout is passed for the checks alone."""
+    inner = JoinedFold(session.plan, FoldSettings(), front, read, verify=verify, slots=slots)
+    outputs = fold_joined(session.checkpoint.model, item.tensors, inner)
+    _, special = _boxes(session, item, front)
+    removable = ~special & np.isin(np.arange(len(special)), front.pixels)
+    asked = JoinedQuestion(session.reader, item, front, read, removable, _picture(item))
+    return attribute_joined(asked, session.fold, inner, outputs, session.wanted), outputs
 
 
 def _picture(item: Encoded) -> Picture:
@@ -285,7 +304,7 @@ def _captured(session: JoinedSession, run: _Run) -> Captured:
 def _map(
     session: JoinedSession, run: _Run, stream: StreamName, rows: NDArray[np.float64], positions: Positions
 ) -> Map:
-    extra = {**({} if stream == "text" else _conventions(run)), **run.fold.diagnostics()}
+    extra = {**({} if stream == "text" else _conventions(session, run)), **run.fold.diagnostics()}
     if not rows[-1].sum() > 0:  # nothing speaks for the target, or nothing is drawn from this stream
         return replace(undefined_map(run.item, positions, extra), stream=stream, share=0.0)
     layers = rows[:-1]
@@ -293,33 +312,40 @@ def _map(
     return stream_map(run.item, rows[-1], layers if whole else None, positions, extra, stream=stream)
 
 
-def _conventions(run: _Run) -> dict[str, float]:
+def _conventions(session: JoinedSession, run: _Run) -> dict[str, float]:
     """Return what of the image's map rests on a convention: how many patches and layers count alike."""
     merged = 1
     for sources in run.front.sources.values():  # merged patches may be merged again
         counts = [np.unique(fed[fed >= 0], return_counts=True)[1].max() for fed in sources.values()]
         merged *= int(max(counts, default=1))
-    last = run.front.sources.get(KEYS) or run.front.sources.get(run.fold.plan.stacks[-1], {})
+    last = run.front.sources.get(KEYS) or run.front.sources.get(session.plan.stacks[-1], {})
     return {"merged_patches": float(merged), "tower_layers": float(max(len(last), 1))}
 
 
 def _image_positions(session: JoinedSession, run: _Run) -> tuple[Positions, NDArray[np.int64]]:
     """Return the image's positions, special ones first, patches row by row, and their order in the stack."""
-    picture, stack = _picture(run.item), run.fold.plan.stacks[0]
-    sequences, length = run.front.sizes[stack]
-    patch = patch_size(core_model(session.checkpoint.model).config)
-    boxes = picture.boxes(run.front.pixels, sequences * length + run.fold.latents, patch)
-    special = (boxes[:, 2] <= boxes[:, 0]) | (boxes[:, 3] <= boxes[:, 1])
-    boxes[special] = 0
-    tile = np.arange(len(boxes)) // length
+    boxes, special = _boxes(session, run.item, run.front)
+    tile = np.arange(len(boxes)) // run.front.sizes[session.plan.stacks[0]][1]
     fine = np.rint(boxes * 1e3)
     order = np.lexsort((fine[:, 0], fine[:, 1], tile, ~special))
-    if len(run.fold.plan.stacks) == 1:  # the text is there, too
+    if len(session.plan.stacks) == 1:  # the text is there, too
         order = order[np.isin(order, np.unique(run.front.pixels[run.front.pixels >= 0]))]
     found = Positions(
         kind="patch", special=special[order], boxes=boxes[order], grid=_grid(boxes[order], special[order])
     )
     return found, order
+
+
+def _boxes(
+    session: JoinedSession, item: Encoded, front: Front
+) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """Return the box of each image position in the order of the tower, and which have none."""
+    sequences, length = front.sizes[session.plan.stacks[0]]
+    patch = patch_size(core_model(session.checkpoint.model).config)
+    boxes = _picture(item).boxes(front.pixels, sequences * length + latent_count(front), patch)
+    special = (boxes[:, 2] <= boxes[:, 0]) | (boxes[:, 3] <= boxes[:, 1])
+    boxes[special] = 0
+    return boxes, special
 
 
 def _grid(boxes: NDArray[np.float32], special: NDArray[np.bool_]) -> tuple[int, int] | None:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from audit.capture import capture
 from audit.capture.image_text import ImageTextEncoder
-from audit.errors import CheckpointError, ConfigError
-from audit.records import CaptureSettings, Checkpoint, Method
+from audit.errors import CaptureError, CheckpointError, ConfigError
+from audit.records import CaptureSettings, Checkpoint, Method, Probe
 from tests.integration.test_capture_image_text import (
     CONNECTORS,
     LAYERS,
@@ -323,6 +323,118 @@ def test_a_head_of_the_decoder_reads_the_merged_layers_below(
     assert maps["image"].diagnostics["head_disagreement"] > 0
 
 
+# --- the logit itself -------------------------------------------------------------------------
+
+
+def logit(subject: Checkpoint, tensors: dict[str, Tensor], pick: Callable[[Tensor], Tensor]) -> Tensor:
+    torch.manual_seed(0)
+    return pick(subject.model(**tensors).logits.double())
+
+
+def patch_of(tensors: dict[str, Tensor], patch: int) -> tuple[Any, ...]:
+    """Return where a patch of 8×8 lies in the pixels, row by row."""
+    columns = tensors["pixel_values"].shape[-1] // 8
+    top, left = patch // columns * 8, patch % columns * 8
+    return ..., slice(top, top + 8), slice(left, left + 8)
+
+
+def picked(subject: Checkpoint) -> tuple[Callable[[Tensor], Tensor], Any]:
+    """Return what is explained, as a function of the logits, and its name."""
+    if subject.task == "other":
+        return (lambda logits: logits[0, 1]), 1
+    token = subject.processor.tokenizer("a", add_special_tokens=False)["input_ids"][0]
+    return (lambda logits: logits[0, -1, token]), "a"
+
+
+def content(subject: Checkpoint, probe: Probe) -> tuple[dict[str, Tensor], NDArray[np.int64]]:
+    item = ImageTextEncoder(subject, CaptureSettings()).encode(probe)
+    return dict(item.tensors), np.flatnonzero(~item.positions.special)
+
+
+@pytest.mark.parametrize("make", [llava, vilt])
+def test_occlusion_is_what_the_logit_loses_with_each_token_and_each_patch(
+    make: Callable[[], Checkpoint],
+) -> None:
+    subject, probes = make(), question_probes(1)
+    tensors, tokens = content(subject, probes[0])
+    pick, target = picked(subject)
+    tokenizer = subject.processor.tokenizer
+    replacement = tokenizer.mask_token_id or tokenizer.unk_token_id or tokenizer.pad_token_id
+    pixels, words, patches = tensors["pixel_values"], [], []
+    grey = pixels.mean(dim=(-2, -1), keepdim=True).expand_as(pixels)
+    with torch.no_grad():
+        intact = logit(subject, tensors, pick)
+        for at in tokens:
+            ids = tensors["input_ids"].clone()
+            ids[0, at] = replacement
+            words.append(float((logit(subject, {**tensors, "input_ids": ids}, pick) - intact).abs()))
+        for patch in range(pixels.shape[-2] * pixels.shape[-1] // 64):
+            changed = pixels.clone()
+            changed[patch_of(tensors, patch)] = grey[patch_of(tensors, patch)]
+            patches.append(float((logit(subject, {**tensors, "pixel_values": changed}, pick) - intact).abs()))
+    (captured,) = capture(subject, probes, method=Method("occlusion"), target=target)
+    maps, total = by_stream(captured.maps), sum(words) + sum(patches)
+    image, text = maps["image"], maps["text"]
+    found = (image.weights * image.share)[~image.positions.special]
+    np.testing.assert_allclose(found, np.array(patches) / total, atol=1e-5)
+    found = (text.weights * text.share)[~text.positions.special]
+    np.testing.assert_allclose(found, np.array(words) / total, atol=1e-5)
+    assert image.share + text.share == pytest.approx(1.0)
+    assert captured.prediction.target_logit == pytest.approx(float(intact), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("make", "steps"), [(llava, None), (llava, 80), (blip, None)], ids=["llava", "llava-path", "blip"]
+)
+def test_gradients_of_inputs_are_those_of_pixels_and_embedded_tokens(
+    make: Callable[[], Checkpoint], steps: int | None
+) -> None:
+    """Input × gradient once, integrated gradients by the midpoint rule in `steps` steps."""
+    subject, probes = make(), question_probes(1)
+    if steps is not None:  # a path that few steps follow
+        with torch.no_grad():
+            for parameter in subject.model.parameters():
+                parameter.mul_(0.5)
+    tensors, tokens = content(subject, probes[0])
+    pick, target = picked(subject)
+    table = subject.model.get_input_embeddings()
+    pixels, words = tensors["pixel_values"], table(tensors["input_ids"]).detach()
+    from_pixels, from_words = torch.zeros_like(pixels), torch.zeros_like(words)
+    if steps is not None:
+        ids = tensors["input_ids"].clone()
+        ids[0, tokens] = subject.processor.tokenizer.pad_token_id
+        from_pixels = pixels.mean(dim=(-2, -1), keepdim=True).expand_as(pixels)
+        from_words = table(ids).detach()
+    slopes = [torch.zeros_like(pixels), torch.zeros_like(words)]
+    for step in range(steps or 1):
+        share = 1.0 if steps is None else (step + 0.5) / steps
+        leaves = [
+            torch.lerp(a, b, share).requires_grad_() for a, b in ((from_pixels, pixels), (from_words, words))
+        ]
+        handle = table.register_forward_hook(lambda _m, _a, _o, leaves=leaves: leaves[1].clone())
+        score = logit(subject, {**tensors, "pixel_values": leaves[0]}, pick)
+        handle.remove()
+        slopes = [
+            a + b / (steps or 1) for a, b in zip(slopes, torch.autograd.grad(score, leaves), strict=True)
+        ]
+    parts = ((pixels - from_pixels) * slopes[0])[0].sum(0)
+    patches = np.array([float(parts[patch_of(tensors, i)].sum().abs()) for i in range(16)])
+    spoken = ((words - from_words) * slopes[1])[0].sum(-1).abs().numpy()
+    method = Method("input_x_gradient")
+    if steps is not None:
+        method = Method("integrated_gradients", params={"steps": steps // 2})
+    maps = by_stream(next(capture(subject, probes, method=method, target=target)).maps)
+    image, text, total = maps["image"], maps["text"], patches.sum() + spoken.sum()
+    tolerance = 2e-6 if steps is None else 1e-4
+    found = image.weights * image.share
+    np.testing.assert_allclose(found[~image.positions.special], patches / total, atol=tolerance)
+    ids = tensors["input_ids"][0].numpy()
+    own = ids != getattr(subject.model.config, "image_token_id", -1) if make is llava else ids >= 0
+    np.testing.assert_allclose(text.weights * text.share, spoken[own] / total, atol=tolerance)
+    if steps is not None:
+        assert image.diagnostics["completeness_error"] < 0.05
+
+
 # --- what is refused --------------------------------------------------------------------------
 
 
@@ -337,6 +449,7 @@ def test_a_head_of_the_decoder_reads_the_merged_layers_below(
         (blip, "raw_attention", {}, "available for blocks that attend to an image"),
         (blip, "rollout", {"start_layer": 1}, "start_layer is not available for blocks that attend"),
         (qwen2_5_vl, "gradient_rollout", {}, "not available for towers that attend in pieces"),
+        (llava, "shap", {}, "its samples remove tokens or patches, not yet both together"),
     ],
 )
 def test_what_has_no_exact_meaning_is_refused_with_its_reason(
@@ -350,3 +463,11 @@ def test_a_backbone_has_no_logit_to_explain() -> None:
     bare = replace(llava(), task="backbone", has_head=False)
     with pytest.raises(CheckpointError, match="no task head"):
         next(capture(bare, question_probes(1), method=Method("gradient_rollout")))
+
+
+def test_packed_patches_have_no_mean_colour_to_be_removed_with() -> None:
+    subject = FAMILIES["qwen2_vl"]()
+    with pytest.raises(CaptureError, match="packs its colours"):
+        next(capture(subject, question_probes(1), method=Method("occlusion")))
+    image, text = next(capture(subject, question_probes(1), method=Method("input_x_gradient"))).maps
+    assert image.share + text.share == pytest.approx(1.0)
