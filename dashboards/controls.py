@@ -22,7 +22,7 @@ NO_LAYERS = "No map of single layers is at hand: the runs were captured without 
 def view(*maps: Sequence[Map]) -> int | None:
     """Draw the layer slider and how a map is shown; return the layer, None for the whole stack."""
     every = [one for side in maps for one in side]
-    with st.container(horizontal=True, vertical_alignment="bottom", gap="medium"):
+    with st.container(horizontal=True, vertical_alignment="top", gap="medium"):
         chosen = _layer(min((_depth(one) for one in every), default=0))
         kinds = {one.positions.kind for one in every}
         if "token" in kinds:

@@ -71,7 +71,7 @@ def choose(answers: pl.DataFrame) -> Selected:
     segments = sorted({value for row in answers["segments"].to_list() for value in row})
     labels = sorted({str(label) for label in answers["label"].drop_nulls().to_list()})
     counts = _counts(answers)
-    with st.container(horizontal=True, gap="small", vertical_alignment="bottom"):
+    with st.container(horizontal=True, gap="small", vertical_alignment="top"):
         if answers["change"].null_count() < len(answers):
             state.pick(
                 st.segmented_control,

@@ -130,7 +130,7 @@ def _filtered(found: Sequence[Model]) -> list[Model]:
     present = [outcome for outcome in ORDER if any(model.outcome == outcome for model in found)]
     if len(found) < 4:
         return list(found)
-    with st.container(horizontal=True, vertical_alignment="bottom"):
+    with st.container(horizontal=True, vertical_alignment="top"):
         outcome = state.pick(
             st.segmented_control, "Verdict", "outcome", [EVERY, *present], default=EVERY, required=True
         )

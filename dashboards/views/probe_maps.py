@@ -127,7 +127,7 @@ def _on_demand(specs: tuple[RunSpec, RunSpec], pairs: Pairs, found: Content) -> 
 
 def _switched_off(spec: RunSpec, reason: str) -> None:
     """Draw what cannot be switched, with the reason."""
-    with st.container(horizontal=True, vertical_alignment="bottom", gap="medium"):
+    with st.container(horizontal=True, vertical_alignment="top", gap="medium"):
         for label, value in (
             ("Heads", controls.AVERAGED),
             ("Output row", spec.method.row),
