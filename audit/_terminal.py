@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -42,6 +43,7 @@ def _bars() -> Iterator[Progress]:
     finish = _line_per_stage(bars.console.print)
 
     def report(stage: str, done: int, total: int) -> None:
+        stage = shown(stage)
         finish(stage, done, total)
         if done < total:
             task = running.get(stage)
@@ -69,17 +71,32 @@ def _line_per_stage(print_line: Callable[[str], None]) -> Progress:
     return report
 
 
+def shown(text: str) -> str:
+    r"""Return `text` with everything that could steer a terminal made visible; lines and tabs stay.
+
+    Texts of approvals, files and child processes reach the terminal through here alone.
+
+    Examples
+    --------
+    >>> shown("a\x1b[31m\nb\tc")
+    'a␛[31m\nb\tc'
+    """
+    from audit.report.wording import clean
+
+    return "".join(part if part in "\n\t" else clean(part) for part in re.split(r"([\n\t])", text))
+
+
 def say(text: str) -> None:
     """Print a result on standard output; a reader that has gone away (``| head``) is no error."""
     try:
-        print(text, flush=True)
+        print(shown(text), flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def note(text: str) -> None:
     """Print a remark on standard error."""
-    print(text, file=sys.stderr, flush=True)
+    print(shown(text), file=sys.stderr, flush=True)
 
 
 class _Remarks(logging.Handler):

@@ -78,7 +78,7 @@ def _usage_or_bug(error: Exception) -> None:
     if show is not None:  # a usage error of the parser
         show()
         sys.exit(getattr(error, "exit_code", int(ExitCode.USAGE)))
-    traceback.print_exc()
+    note(traceback.format_exc())
     note("audit: this is a bug; please report it with the lines above")
     sys.exit(int(ExitCode.BUG))
 
@@ -153,10 +153,10 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Compare two stored runs, without a policy."""
-    from audit.pipeline import compare_runs, publish
+    from audit.pipeline import compare_stored, publish
 
     where = _existing(store)
-    identifier = publish(where, compare_runs(before, after, replicates=replicate or (), store=where), None)
+    identifier = publish(where, compare_stored(where, before, after, replicate or ()), None)
     emit(where, identifier, None, None, Outputs(as_json=as_json))
 
 
