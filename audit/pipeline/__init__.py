@@ -14,7 +14,14 @@ from audit.pipeline.confirm import confirm_regions
 from audit.pipeline.crossing import subset_crossing
 from audit.pipeline.examples import example_maps
 from audit.pipeline.floor import freeze_floor, read_floor
-from audit.pipeline.gate import compare_config, freeze_config_floor, gate_comparison, gate_runs, run_audit
+from audit.pipeline.gate import (
+    compare_config,
+    compare_stored,
+    freeze_config_floor,
+    gate_comparison,
+    gate_runs,
+    run_audit,
+)
 from audit.pipeline.imported import import_for, import_maps
 from audit.pipeline.initial import write_initial_config
 from audit.pipeline.live import (
@@ -50,6 +57,7 @@ __all__ = [
     "check_run",
     "compare_config",
     "compare_runs",
+    "compare_stored",
     "compare_subset",
     "compute_maps",
     "compute_maps_by_method",

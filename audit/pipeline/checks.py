@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from audit.errors import ConfigError
-from audit.records import CheckpointInfo, Probe, ProbeSet, Region, Rule
+from audit.records import CheckpointInfo, Probe, ProbeSet, Region, Rule, RunRef
 from audit.regions.parse import nearest
 
 CLASSIFIERS = ("ForSequenceClassification", "ForImageClassification", "ForAudioClassification")
@@ -91,21 +91,53 @@ def check_rules(rules: Sequence[Rule], regions: Sequence[Region]) -> None:
 
 
 def check_replicates(checkpoints: Sequence[tuple[str, str, str]]) -> None:
-    """Refuse a replicate that is itself before or after: its distance would be no noise, or the shift.
+    """Refuse a replicate that is before, after or another replicate: none of them adds to the noise.
 
     Parameters
     ----------
     checkpoints : sequence of (role, name, digest of the weights)
+        Entries of one role are one checkpoint, on several probe sets.
+
+    Raises
+    ------
+    ConfigError
+
+    Examples
+    --------
+    >>> check_replicates([("replicate-1", "seed-1", "ab"), ("replicate-2", "copy", "ab")])
+    Traceback (most recent call last):
+    audit.errors.ConfigError: the replicates seed-1 and copy have equal weights, so that they are no two \
+re-trainings; keep one of them in [[replicates]], or train the other again with another seed
+    """
+    known: dict[str, tuple[str, str]] = {}
+    for role, name, weights in sorted(checkpoints, key=lambda one: one[0].startswith("replicate")):
+        twin, its_name = known.setdefault(weights, (role, name)) if weights else (role, name)
+        if twin == role or not role.startswith("replicate"):
+            continue
+        if twin.startswith("replicate"):
+            raise ConfigError(
+                f"the replicates {its_name} and {name} have equal weights, so that they are no two "
+                "re-trainings; keep one of them in [[replicates]], or train the other again with another seed"
+            )
+        raise ConfigError(
+            f"the replicate {name} has the weights of [checkpoints.{twin}] {its_name}; remove it from "
+            "[[replicates]], or narrow the glob: a replicate is trained again with another seed"
+        )
+
+
+def check_replicate_runs(replicates: Sequence[RunRef], audited: Mapping[str, RunRef] | None = None) -> None:
+    """Refuse runs that are no replicates, by their weights; by the run where its weights are unknown.
+
+    Parameters
+    ----------
+    replicates : sequence of RunRef
+        From the store and from floors.
+    audited : mapping of role to RunRef, optional
+        ``before`` and ``after``.
 
     Raises
     ------
     ConfigError
     """
-    audited = {weights: (role, name) for role, name, weights in checkpoints if role in ("before", "after")}
-    for role, name, weights in checkpoints:
-        if role.startswith("replicate") and weights and weights in audited:
-            twin, its_name = audited[weights]
-            raise ConfigError(
-                f"the replicate {name} has the weights of [checkpoints.{twin}] {its_name}; remove it from "
-                "[[replicates]], or narrow the glob: a replicate is trained again with another seed"
-            )
+    named = [*(audited or {}).items(), *((f"replicate-{i}", ref) for i, ref in enumerate(replicates))]
+    check_replicates([(role, ref.checkpoint, ref.weights_digest or ref.run_id) for role, ref in named])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,6 +14,7 @@ from audit.gate import evaluate_gate
 from audit.pipeline.accepted import apply_approvals
 from audit.pipeline.approvals import demand_signatures
 from audit.pipeline.capture import capture_all
+from audit.pipeline.checks import check_replicate_runs
 from audit.pipeline.compare import Statistics, compare_runs, outline
 from audit.pipeline.confirm import confirm_regions
 from audit.pipeline.faithfulness import Measured, measure_faithfulness, with_faithfulness
@@ -21,6 +23,7 @@ from audit.pipeline.map_measures import MEASURES
 from audit.pipeline.plan import Progress, plan_audit
 from audit.pipeline.publish import publish
 from audit.pipeline.resolve import audit_runs, check_sources, replicate_runs, resolve
+from audit.pipeline.runs import find_run
 from audit.pipeline.signatures import Signers, signers_of
 from audit.records import Comparison, Confirmation, Outcome, Policy, Verdict
 from audit.store import Store, comparison_id
@@ -201,6 +204,21 @@ def compare_config(config: AuditConfig, store: Store, *, progress: Progress | No
     return comparison
 
 
+def compare_stored(store: Store, before: str, after: str, replicates: Sequence[str] = ()) -> Comparison:
+    """Return the comparison of runs that are named by id, each replicate as kind ``seed``.
+
+    Raises
+    ------
+    ConfigError
+        When a replicate is before, after or another replicate.
+    StoreError, ProbeError
+    """
+    repeats = [find_run(store, one, kind="seed") for one in replicates]
+    audited = {"before": find_run(store, before).ref, "after": find_run(store, after).ref}
+    check_replicate_runs([one.ref for one in repeats], audited)
+    return compare_runs(before, after, replicates=repeats, store=store)
+
+
 def _statistics(config: AuditConfig) -> Statistics:
     """Return the settings of the statistics, with the measures that rules ask for."""
     given = config.statistics
@@ -219,4 +237,5 @@ def freeze_config_floor(config: AuditConfig, path: str | Path) -> Path:
     store = Store(config.store.url)
     baseline = resolve(config, store, "before").read()
     replicates = [one.read() for one in replicate_runs(config, store)]
+    check_replicate_runs([one.ref for one in replicates], {"before": baseline.ref})
     return freeze_floor(baseline, replicates, path, created=datetime.now(UTC).date().isoformat())

@@ -12,6 +12,7 @@ from scipy import special
 from audit.calibrate import Alternative, minimum_detectable_shift
 from audit.config import AuditConfig
 from audit.errors import AuditError, NothingEvaluatedError
+from audit.pipeline.checks import check_replicate_runs
 from audit.pipeline.compare import in_common
 from audit.pipeline.floor import read_floor
 from audit.pipeline.resolve import replicate_runs, resolve
@@ -119,6 +120,7 @@ def _stored(config: AuditConfig) -> tuple[RunData, list[RunData]]:
     baseline = floors[0].baseline if floors else resolve(config, store, "before").read()
     frozen = [one for floor in floors for one in floor.replicates]
     captured = [one.read() for one in replicate_runs(config, store)]
+    check_replicate_runs([one.ref for one in (*frozen, *captured)], {"before": baseline.ref})
     return baseline, [one for one in [*frozen, *captured] if (one.ref.kind or "seed") in STRONG_KINDS]
 
 

@@ -8,7 +8,7 @@ from audit.config import AuditConfig, CheckpointSection, ReplicateSection
 from audit.errors import CheckpointError, ConfigError, NothingEvaluatedError, ProbeError, StoreError
 from audit.models import checkpoint_info
 from audit.pipeline.baseline import approved_baseline
-from audit.pipeline.checks import check_replicates
+from audit.pipeline.checks import check_replicate_runs
 from audit.pipeline.floor import Floor, read_floor
 from audit.pipeline.plan import LOG, check_label_sets
 from audit.pipeline.runs import RunData, StoredRun, find_run
@@ -58,8 +58,9 @@ def audit_runs(config: AuditConfig, store: Store) -> AuditRuns:
     )
     if config.probes.target is not None:
         check_label_sets([*_infos(runs.before), *_infos(runs.after)])
-    named = [("before", runs.before), ("after", runs.after), *(("replicate", one) for one in runs.replicates)]
-    check_replicates([(role, one.ref.checkpoint, one.ref.weights_digest) for role, one in named])
+    check_replicate_runs(
+        [one.ref for one in runs.replicates], {"before": runs.before.ref, "after": runs.after.ref}
+    )
     return runs
 
 

@@ -10,8 +10,10 @@ import pytest
 from audit.config import load_config
 from audit.errors import CheckpointError, ConfigError
 from audit.models import checkpoint_info
-from audit.pipeline import train_replicates
+from audit.pipeline import compare_config, compare_stored, freeze_config_floor, gate_runs, train_replicates
+from audit.pipeline.checks import check_replicates
 from tests.integration.test_approvals import cli
+from tests.synthetic import World, release
 
 TRAIN = """
 import argparse, json, pathlib, sys
@@ -149,3 +151,41 @@ def test_replicate_on_the_command_line(folder):
     without = folder / "plain.toml"
     without.write_text(path.read_text().split("[[replicates]]")[0])
     assert cli("replicate", without).returncode == 10
+
+
+# --- one re-training counts once --------------------------------------------------------------
+
+
+def test_replicates_with_equal_weights_are_refused_wherever_they_come_from(tmp_path):
+    world = World(tmp_path, n=24)
+    base, after, seeds = release(world)
+    freeze_config_floor(load_config(world.config(base, after, seeds)), tmp_path / "floor.json")
+    frozen = f'[[replicates]]\nfloor = "{tmp_path / "floor.json"}"\n'
+    other_kind = f'[[replicates]]\nrun = "{seeds[0]}"\nkind = "refresh"\n'
+    for replicates, more in (([*seeds, seeds[1]], ""), (seeds, other_kind), (seeds[:1], frozen)):
+        config = load_config(world.config(base, after, replicates, extra=more))
+        for command in (gate_runs, lambda config: compare_config(config, world.store)):
+            with pytest.raises(ConfigError, match=r"the replicates seed-\S+ and seed-\S+ have equal weights"):
+                command(config)
+    assert (
+        gate_runs(load_config(world.config(base, after, seeds[:0], extra=frozen))).rules[1].n_replicates == 5
+    )
+
+
+def test_compare_and_floor_refuse_one_replicate_twice(tmp_path):
+    world = World(tmp_path, n=24)
+    base, after, seeds = release(world)
+    with pytest.raises(ConfigError, match="equal weights"):
+        compare_stored(world.store, base, after, [*seeds, seeds[0]])
+    with pytest.raises(ConfigError, match=r"has the weights of \[checkpoints.before\]"):
+        compare_stored(world.store, base, after, [*seeds, base])
+    with pytest.raises(ConfigError, match="equal weights"):
+        freeze_config_floor(load_config(world.config(base, after, [seeds[0]] * 2)), tmp_path / "floor.json")
+    assert len(compare_stored(world.store, base, after, seeds).replicates) == 5
+
+
+def test_weights_decide_whether_replicates_are_one_and_the_second_probe_set_does_not():
+    both = [("replicate-1", "seed-1", "ab"), ("replicate-1", "seed-1", "ab"), ("replicate-2", "seed-2", "cd")]
+    check_replicates(both)
+    with pytest.raises(ConfigError, match="the replicates seed-1 and copy have equal weights"):
+        check_replicates([*both, ("replicate-3", "copy", "ab")])
