@@ -16,6 +16,8 @@ from audit.store._reader import Files
 
 DAY = 86400
 
+_LOG = "restore the log from a backup"
+
 
 def problems_of(root: Path, files: Files, name: str) -> list[str]:
     """Return what is wrong with one run or comparison; each line names the file."""
@@ -55,12 +57,20 @@ def _log_problems(root: Path, path: Path, manifest: dict[str, Any]) -> list[str]
         return [str(error)]
     if manifest["seal"] in {payload.get("seal") for payload in payloads}:
         return []
+    if not payloads:
+        return [
+            f"{root / 'log'} is missing or empty, so that nothing stored can be checked against it; {_LOG}"
+        ]
     name = path.parent.name
     recorded = any(
         "seal" in one and name in (one.get("run_id"), one.get("comparison_id")) for one in payloads
     )
-    missing = [] if recorded else _log.gaps(root / "log")
-    return missing or [f"{path} is not the manifest that the log recorded; restore the store from a backup"]
+    if recorded:
+        return [f"{path} is not the manifest that the log recorded; restore the store from a backup"]
+    return _log.gaps(root / "log") or [
+        f"{name} is not in the log: cut after entry {len(payloads) - 1:08d}, not yet written when its "
+        f"command was interrupted, or passed by; run that command again, or {_LOG}"
+    ]
 
 
 # --- removal ----------------------------------------------------------------------------------

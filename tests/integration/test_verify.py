@@ -156,6 +156,26 @@ def test_one_deleted_entry_of_the_log_is_one_line(copy):
     assert verify_store(Store(copy), recompute=False).problems == ()
 
 
+def test_a_log_that_is_gone_is_one_line(copy):
+    for path in (copy / "log").glob("*.json"):
+        path.unlink()
+    (problem,) = verify_store(Store(copy), recompute=False).problems
+    assert problem.startswith(f"{copy / 'log'} is missing or empty")
+
+
+def test_a_log_that_was_cut_names_what_it_no_longer_records(copy):
+    first, *rest = sorted((copy / "log").glob("*.json"))
+    for path in rest:
+        path.unlink()
+    recorded = json.loads(first.read_text())["payload"]["run_id"]
+    problems = verify_store(Store(copy), recompute=False).problems
+    assert {problem.split()[0] for problem in problems} == {
+        *Store(copy).run_ids(),
+        *Store(copy).comparison_ids(),
+    } - {recorded}
+    assert all("is not in the log: cut after entry 00000000" in problem for problem in problems)
+
+
 def test_a_folder_that_is_no_store_is_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("no store")
     with pytest.raises(NothingEvaluatedError, match=r"is no store.*mend --store"):
