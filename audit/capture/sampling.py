@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from audit.capture.inputs import core_model
 from audit.capture.occlusion import occluded, replacement_token
-from audit.capture.question import Question, require_captum
+from audit.capture.question import CONVERGED, Question, require_captum
 from audit.errors import CaptureError
 
 KERNEL_WIDTH = 0.25
@@ -23,6 +24,8 @@ KERNEL_WIDTH = 0.25
 RIDGE = 1.0
 ADDS_UP = 1e-4
 """Largest error of the sum of Shapley values, relative to the sum of their sizes; it is rounding alone."""
+ROUNDINGS = 8
+"""How often one value may be rounded at the size of the logit: batches of other sizes round otherwise."""
 
 
 def shapley(question: Question, samples: int, seed: int) -> tuple[Tensor, float]:
@@ -41,7 +44,7 @@ def shapley(question: Question, samples: int, seed: int) -> tuple[Tensor, float]
     Raises
     ------
     CaptureError
-        When the values do not add up, which means that the model does not repeat itself.
+        When the values do not add up: the model does not repeat itself, or its rounding hides the difference.
     """
     require_captum()
     from captum.attr import ShapleyValueSampling
@@ -54,14 +57,32 @@ def shapley(question: Question, samples: int, seed: int) -> tuple[Tensor, float]
         found = ShapleyValueSampling(value).attribute(
             kept, n_samples=samples, perturbations_per_eval=question.rows_at_once(len(question.batch[0]))
         )[0]
-    total = float((value(kept) - value(torch.zeros_like(kept)))[0])
-    error = abs(float(found.sum()) - total) / max(float(found.abs().sum()), abs(total), 1e-30)
-    if error > ADDS_UP:
-        raise CaptureError(
-            f"probe {question.batch[0].probe.id}: Shapley values miss their sum by {error:.1e}, allowed "
-            f"{ADDS_UP:g}; load the checkpoint in float32"
-        )
+    ends = value(torch.cat([kept, torch.zeros_like(kept)]))
+    error = _sum_error(question, found, ends)
     return _spread(question, places, found.abs()), error
+
+
+def _sum_error(question: Question, found: Tensor, ends: Tensor) -> float:
+    """Return by how much Shapley values miss f(all) − f(none), the two `ends`, as a part of their sizes.
+
+    Beyond the rounding of a sum, each of the n steps of an order may be off by roundings of the logit
+    itself, which is large where two large logits differ by little; n such errors grow as √n.
+    """
+    full, empty = map(float, ends)
+    missed = abs(float(found.sum()) - (full - empty))
+    sizes = max(float(found.abs().sum()), abs(full - empty), 1e-30)
+    dtype = core_model(question.checkpoint.model).dtype
+    exact = float(torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).eps)
+    rounding = ROUNDINGS * exact * max(abs(full), abs(empty)) * float(np.sqrt(len(found)))
+    allowed = min(ADDS_UP + rounding / sizes, CONVERGED)
+    if missed > allowed * sizes:
+        finer = "float64" if dtype in (torch.float32, torch.float64) else "float32"
+        raise CaptureError(
+            f"probe {question.batch[0].probe.id}: Shapley values miss their sum by {missed / sizes:.1e} of "
+            f"their sizes, allowed {allowed:.1e} (logit {full:.7g}, {empty:.7g} with all content occluded); "
+            f"load the checkpoint in {finer}, or remove the probe"
+        )
+    return missed / sizes
 
 
 def lime(question: Question, samples: int, seed: int) -> Tensor:

@@ -95,6 +95,22 @@ def test_shapley_values_that_miss_their_sum_are_refused() -> None:
         shapley(question, 2, 0)
 
 
+def test_shapley_values_may_miss_a_small_difference_by_the_rounding_of_a_large_logit() -> None:
+    # One float32 step of 2.357 is 1e-3 of a difference of 2.4e-4, as between logits of a real checkpoint.
+    steps = iter(range(10**6))
+
+    def rounded(size: float) -> Question:
+        question = toy(lambda x: 2.357 + size * x.sum(dim=(1, 2)) + 2.4e-7 * (next(steps) % 2))
+        question.checkpoint.model.to(torch.float32)
+        return question
+
+    found, error = shapley(rounded(1e-4), 3, 0)
+    np.testing.assert_allclose(found[INNER], 1e-4 * np.abs(worth(toy()))[INNER], atol=1e-6)
+    assert 1e-4 < error < 0.05
+    with pytest.raises(CaptureError, match=r"\(logit 2\.357.*load the checkpoint in float64, or remove"):
+        shapley(rounded(1e-7), 3, 0)
+
+
 def test_lime_of_a_linear_game_orders_and_weighs_the_positions_as_they_are() -> None:
     question = toy()
     found = lime(question, 2000, 0).numpy()
