@@ -67,6 +67,16 @@ def given(value: float) -> str:
     return text[1:] if text.startswith("0.") else text
 
 
+def _places(measure: str, value: float | None, interval: tuple[float, float] | None) -> int:
+    """Return the decimals of a value and its interval; a logit's end near 0 is not rounded onto it."""
+    if measure not in ("ratio", "logit"):
+        return decimals(value, *(interval or ()))
+    known = [abs(end) for end in interval or () if finite(end) and end != 0]
+    if measure == "ratio" or not known:
+        return 2
+    return min(8, max(2, -math.floor(math.log10(min(known)))))
+
+
 def quantity(
     measure: str,
     value: float | None,
@@ -85,7 +95,7 @@ def quantity(
     """
     if value is None or math.isnan(value):
         return MISSING
-    places = 2 if measure in ("ratio", "logit") else decimals(value, *(like or ()))
+    places = _places(measure, value, like)
     text = number(value, places, signed=measure in SIGNED if signed is None else signed)
     return f"×{text}" if measure == "ratio" else text
 
@@ -97,10 +107,12 @@ def span(measure: str, interval: tuple[float, float] | None) -> str:
     --------
     >>> span("shift", (-0.001, 0.02))
     '[−.001, +.020]'
+    >>> span("logit", (0.0012, 0.0131)), span("logit", (0.4, 1.25))
+    ('[+.001, +.013]', '[+.40, +1.25]')
     """
     if interval is None or any(math.isnan(end) for end in interval):
         return ""
-    places = 2 if measure in ("ratio", "logit") else decimals(*interval)
+    places = _places(measure, None, interval)
     low, high = (number(end, places, signed=measure in SIGNED) for end in interval)
     return f"[{low}, {high}]"
 

@@ -120,6 +120,19 @@ def test_quantity_prints_every_number(measure, value, expected):
 
 
 @pytest.mark.parametrize(
+    ("ends", "value", "expected"),
+    [
+        ((0.0021, 0.0132), 0.0071, "+.007 [+.002, +.013]"),
+        ((-0.0004, 0.5), 0.25, "+.2500 [−.0004, +.5000]"),
+        ((0.4, 1.25), 0.8, "+.80 [+.40, +1.25]"),
+        ((0.0, 0.5), 0.25, "+.25 [.00, +.50]"),
+    ],
+)
+def test_an_interval_of_logits_that_leaves_0_out_is_printed_so(ends, value, expected):
+    assert f"{wording.quantity('logit', value, like=ends)} {wording.span('logit', ends)}" == expected
+
+
+@pytest.mark.parametrize(
     ("rule", "bound", "expected"),
     [
         (Rule("r", "limit", fail=0.02), 0.02, "±.02"),
