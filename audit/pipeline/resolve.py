@@ -165,8 +165,10 @@ def _baseline(config: AuditConfig, store: Store, floors: list[Floor]) -> Run:
     _check_frozen(floors, _known_digest(section, store))
     try:
         return resolve(config, store, "before")
-    except (CheckpointError, ProbeError, NothingEvaluatedError) as error:
-        LOG.info("the baseline frozen in the floor is used, because %s", error)
+    except (CheckpointError, ProbeError, NothingEvaluatedError):
+        LOG.info(
+            "the baseline frozen in the floor is used: %s, run %s", frozen.ref.checkpoint, frozen.ref.run_id
+        )
         return frozen
     except StoreError:
         if section.run != frozen.ref.run_id:

@@ -72,7 +72,7 @@ class Files:
             kind = self.directory.name.removesuffix("s")
             raise StoreError(
                 f"{kind} {name} is not in the store {self.directory.parent} (or is unfinished); "
-                "`audit list` shows what is"
+                "name another with --store or --config, or see what is there with `audit list`"
             )
 
     def paths(self, manifest: dict[str, Any], table: str) -> list[Path]:

@@ -82,7 +82,8 @@ def test_a_fresh_machine_gates_a_run_captured_elsewhere_against_a_floor(machine,
     verdict = done.json
     assert [rule["outcome"] for rule in verdict["rules"]] == [code.name] * 2
     assert verdict["rules"][0]["n_replicates"] == 5
-    assert "baseline frozen in the floor" in done.err
+    assert "baseline frozen in the floor is used: " in done.err
+    assert "audit capture" not in done.err  # the floor stands in for the baseline: nothing is to be done
     assert code.name in (machine / "summary.md").read_text()
     assert (machine / "gate.xml").exists()
     assert tiny.run_command("verify", "--store", "store", cwd=machine).code in (0, ExitCode.STORE)
