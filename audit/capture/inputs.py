@@ -32,6 +32,7 @@ from audit.records import CaptureSettings, Checkpoint, Positions, Probe
 
 # Fast tokenizers keep truncation as state: two threads may not set it at once.
 _tokenizer_lock = threading.RLock()
+_SHOWN = 3
 _OTHER_MODALITY = re.compile(r"vision|visual|image|audio", re.IGNORECASE)
 _POSITION_TABLES = ("position_embeddings", "position_embedding", "wpe", "embed_positions", "pos_embedding")
 
@@ -126,7 +127,7 @@ def encode_texts(checkpoint: Checkpoint, probes: Sequence[Probe], settings: Capt
     Raises
     ------
     ProbeError
-        Naming every probe that is too long, or a probe without text.
+        Counting the probes that are too long, with the first of them; or for a probe without text.
     """
     tokenizer, limit = text_tokenizer(checkpoint), position_limit(checkpoint, settings)
     if settings.stride is not None:
@@ -138,9 +139,11 @@ def encode_texts(checkpoint: Checkpoint, probes: Sequence[Probe], settings: Capt
         if limit is not None and len(e["input_ids"]) > limit
     ]
     if long and not settings.truncate:
+        more = f" (and {len(long) - _SHOWN} more)" if len(long) > _SHOWN else ""
         raise ProbeError(
-            f"{len(long)} of {len(probes)} probes have more than {limit} tokens: {', '.join(long)}; "
-            "shorten them, or set truncate = true"
+            f"{len(long)} of {len(probes)} probes have more than {limit} tokens: {', '.join(long[:_SHOWN])}"
+            f"{more}; shorten them, or set [probes] truncate = true to cut them, or stride, the overlap of "
+            "the windows in which they are read"
         )
     encoded = []
     for probe, encoding in zip(probes, encodings, strict=True):
@@ -174,7 +177,9 @@ def _encode_windows(
 
 
 def _tokenise(tokenizer: Any, probe: Probe, limit: int | None = None, side: str = "right") -> Any:
-    options: dict[str, Any] = {"return_offsets_mapping": True} if tokenizer.is_fast else {}
+    options: dict[str, Any] = {"verbose": False}  # of lengths, which encode_texts tells itself
+    if tokenizer.is_fast:
+        options["return_offsets_mapping"] = True
     if limit is not None:
         options |= {"truncation": True, "max_length": limit}
     first, second = _texts(tokenizer, probe)

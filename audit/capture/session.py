@@ -194,7 +194,7 @@ def open_session(
 def check_probes(
     checkpoint: Checkpoint, probes: Sequence[Probe], settings: CaptureSettings | None = None
 ) -> None:
-    """Raise ProbeError naming every probe that is too long for the checkpoint; run no forward pass."""
+    """Raise ProbeError where probes are too long for the checkpoint; run no forward pass."""
     texts = [probe for probe in probes if probe.text is not None or probe.messages is not None]
     if texts and (has_two_towers(checkpoint) or all(probe.image is None for probe in texts)):
         encode_texts(checkpoint, texts, settings or CaptureSettings())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from importlib.metadata import version
 from pathlib import Path
@@ -106,6 +107,21 @@ def test_all_over_long_probes_are_reported_at_once() -> None:
         with pytest.raises(ProbeError, match=message) as error:
             check()
         assert "\n" not in str(error.value)
+
+
+def test_of_many_over_long_probes_a_few_are_named_with_every_remedy(caplog: pytest.LogCaptureFixture) -> None:
+    subject = text_checkpoint("roberta")
+    subject.processor.model_max_length = 50  # transformers warns of it in its own words
+    logging.getLogger("transformers").addHandler(caplog.handler)
+    try:
+        with pytest.raises(ProbeError) as error:
+            check_probes(subject, [Probe(f"long-{i}", text="good " * 70) for i in range(60)])
+    finally:
+        logging.getLogger("transformers").removeHandler(caplog.handler)
+    expected = "long-0 (72), long-1 (72), long-2 (72) (and 57 more); shorten them, or set [probes] truncate"
+    assert expected in str(error.value)
+    assert "stride" in str(error.value)
+    assert caplog.messages == []
 
 
 def test_position_limits_come_from_tables_configs_tokenizers_and_settings() -> None:
