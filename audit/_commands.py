@@ -124,7 +124,7 @@ def list_(
     as_json: Json = False,
 ) -> None:
     """List the runs, comparisons and approvals of a store, or the trends over its history."""
-    from audit.pipeline import approvals_of, read_approvals, trends
+    from audit.pipeline import accepted_outcomes, approvals_of, read_approvals, trends
     from audit.report import list_table
     from audit.serialize import to_json
 
@@ -134,7 +134,9 @@ def list_(
         text = "\n".join(one.sentence for one in found) or "No model was audited three times yet."
         say(json.dumps({"trends": to_json(found)}) if as_json else text)
         return
-    runs, comparisons = where.runs(), where.comparisons()
+    accepted = accepted_outcomes(where)
+    runs = where.runs()
+    comparisons = [{**one, "accepted": accepted.get(one["comparison_id"])} for one in where.comparisons()]
     approvals = approvals_of(read_approvals(where))
     if as_json:
         say(json.dumps({"runs": runs, "comparisons": comparisons, "approvals": approvals}))

@@ -4,7 +4,7 @@ Only these modules know models, probes, capture and store at once. Each step tak
 paths and records, so that a loop (:func:`capture_run`), a Prefect flow and a dashboard can all drive it.
 """
 
-from audit.pipeline.accepted import read_verdict
+from audit.pipeline.accepted import accepted_outcomes, read_verdict
 from audit.pipeline.agreement import region_agreement
 from audit.pipeline.approvals import approvals_of, read_approvals
 from audit.pipeline.approve import approve
@@ -47,6 +47,7 @@ __all__ = [
     "LIVE_METHODS",
     "Progress",
     "RunPlan",
+    "accepted_outcomes",
     "approvals_of",
     "approve",
     "capture_all",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, date, datetime
 
+from audit.errors import StoreError
 from audit.gate import conclude
 from audit.pipeline.approvals import Approval, binding, objection, read_approvals, scope_of
 from audit.pipeline.signatures import Signers
@@ -80,6 +81,29 @@ def read_verdict(
     if verdict is None:
         return None
     return apply_approvals(store, store.comparison(comparison_id), verdict, signers=signers, today=today)
+
+
+def accepted_outcomes(store: Store, *, today: date | None = None) -> dict[str, str]:
+    """Return the outcome, as it is read, of each comparison that failed until an approval accepted it.
+
+    Approvals that must be signed count for nothing here, where no configuration names the signers; nor
+    does any for a comparison with a damaged file.
+    """
+    approved = {one.bound.get("after") for one in read_approvals(store) if one.kind == "rule"}
+    failed = [
+        str(one["comparison_id"])
+        for one in store.comparisons()
+        if one["outcome"] == Outcome.FAIL.value and one["after"] and one["after"]["digest"] in approved
+    ]
+    read = {name: _intact_verdict(store, name, today) for name in failed}
+    return {name: found.status for name, found in read.items() if found and found.outcome is not Outcome.FAIL}
+
+
+def _intact_verdict(store: Store, name: str, today: date | None) -> Verdict | None:
+    try:
+        return read_verdict(store, name, today=today)
+    except StoreError:
+        return None
 
 
 def _covers(approval: Approval, found: RuleVerdict) -> bool:

@@ -132,7 +132,8 @@ def list_table(
     Parameters
     ----------
     runs, comparisons : sequence of manifests
-        As :class:`audit.Store` lists them.
+        As :class:`audit.Store` lists them; `accepted` of a comparison is its outcome with approvals,
+        where they changed it.
     width : int
         Columns of the terminal.
     color : bool
@@ -167,6 +168,8 @@ def _run(run: Mapping[str, Any]) -> list[str]:
 
 def _comparison(one: Mapping[str, Any]) -> list[str]:
     outcome = rows.COMPARED if one.get("outcome") is None else _look(one, "outcome")
+    if one.get("accepted") is not None:
+        outcome = f"{_look(one, 'accepted')} (approved)"
     before, after = (short(_look(one, role, "checkpoint")) for role in ("before", "after"))
     made = _look(one, "provenance", "time")
     return [_look(one, "comparison_id"), outcome, before, after, _look(one, "n_probes"), made[:19]]
