@@ -134,6 +134,9 @@ def outline(
     if domain is not None:
         runs = [domain[0], domain[1], *domain[2]]
         settings = {**settings, "domain": [run.ref.run_id for run in runs]}
+    frozen = {one.ref.run_id: one.frozen_with for one in (before, *replicates) if one.frozen_with}
+    if frozen:  # a floor rounds shares, so that its numbers are not those of the stored runs
+        settings = {**settings, "frozen": frozen}
     return Comparison(
         kind="paired" if paired else "unpaired",
         cells=(),

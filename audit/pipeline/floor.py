@@ -11,7 +11,7 @@ import json
 import os
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +114,30 @@ def read_floor(path: str | Path) -> Floor:
             ),
             groups=tuple(body["groups"]),
             segments={key: tuple(values) for key, values in body["segments"].items()},
+            frozen_with=body["runs"][0]["run_id"],
         )
         for ref, packed in zip(body["runs"], body["shares"], strict=True)
     )
     return Floor(baseline=runs[0], replicates=runs[1:], created=body["created"])
+
+
+def as_frozen(run: RunData, baseline: RunData) -> RunData:
+    """Return a stored run as :func:`read_floor` gives it: float32 shares of the whole stack, no maps.
+
+    Parameters
+    ----------
+    run, baseline : RunData
+        The run, and the baseline that it was frozen with.
+    """
+    return replace(
+        run,
+        identity=baseline.identity,
+        shares=replace(run.shares, values=run.shares.values.astype("<f4").astype(np.float64)),
+        layer_shares=None,
+        store=None,
+        sizes={},
+        frozen_with=baseline.ref.run_id,
+    )
 
 
 def _read_body(path: Path) -> Mapping[str, Any]:

@@ -18,7 +18,8 @@ class RunData:
     """One run as the statistics see it.
 
     `layer_shares` and `store` are None for a run that was read from a floor: it has shares of the
-    whole stack, but no maps. `sizes` holds the share that uniform maps would give each (region, stream).
+    whole stack, but no maps; `frozen_with` is then the id of the floor's baseline, whose identity stands for
+    all of its runs. `sizes` holds the share that uniform maps would give each (region, stream).
     """
 
     ref: RunRef
@@ -31,6 +32,7 @@ class RunData:
     segments: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
     store: Store | None = None
     sizes: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    frozen_with: str | None = None
 
     def read(self) -> RunData:
         """Return the run itself: it is read already."""
@@ -54,6 +56,8 @@ class StoredRun:
     ref: RunRef
     spec: RunSpec
     store: Store
+
+    frozen_with: None = None
 
     @property
     def identity(self) -> Mapping[str, str]:

@@ -7,7 +7,7 @@ again by its own policy; a number that differs is named.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from audit.faithfulness import Score
 from audit.gate import evaluate_gate
 from audit.pipeline.compare import Statistics, compare_runs
 from audit.pipeline.faithfulness import summary_of
+from audit.pipeline.floor import as_frozen
 from audit.pipeline.runs import RunData, read_run
 from audit.records import Cell, Comparison, RunRef, Verdict
 from audit.serialize import to_json
@@ -155,8 +156,9 @@ def _differences(store: Store, name: str) -> list[str]:
 
 def recompute_comparison(store: Store, stored: Comparison) -> Comparison:
     """Return a stored comparison computed again from its runs; what occlusion found is taken over."""
-    run = [_run(store, ref) for ref in (stored.before, stored.after, *stored.replicates)]
     settings = stored.settings
+    frozen = settings.get("frozen", {})
+    run = [_run(store, ref, frozen) for ref in (stored.before, stored.after, *stored.replicates)]
     domain = [read_run(store, name) for name in _known(store, settings.get("domain", ()))]
     again = compare_runs(
         run[0],
@@ -189,11 +191,16 @@ def _faithfulness_differences(store: Store, name: str, stored: Comparison) -> It
                 yield f"{where} is stored as {old[key]}, computed again it is {new[key]}"
 
 
-def _run(store: Store, ref: RunRef | None) -> RunData:
+def _run(store: Store, ref: RunRef | None, frozen: Mapping[str, str]) -> RunData:
+    """Return a run of a comparison, with the numbers that a floor holds of it where it came from one."""
     if ref is None:
         raise _CannotRecomputeError("its maps were made elsewhere and are not in this store")
     _known(store, [ref.run_id])
-    return read_run(store, ref.run_id, kind=ref.kind)
+    run = read_run(store, ref.run_id, kind=ref.kind)
+    if ref.run_id not in frozen:
+        return run
+    (baseline,) = _known(store, [frozen[ref.run_id]])
+    return as_frozen(run, read_run(store, baseline, layers=False))
 
 
 def _known(store: Store, run_ids: Sequence[str]) -> Sequence[str]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from audit.config import load_config
 from audit.errors import NothingEvaluatedError
-from audit.pipeline import approve, gate_runs, verify_store
+from audit.pipeline import approve, freeze_config_floor, gate_runs, verify_store
 from audit.pipeline.publish import probe_table
 from audit.records import Outcome
 from audit.store import Store
@@ -180,3 +180,33 @@ def test_a_folder_that_is_no_store_is_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("no store")
     with pytest.raises(NothingEvaluatedError, match=r"is no store.*mend --store"):
         verify_store(Store(tmp_path))
+
+
+def test_a_comparison_with_a_floor_of_stored_runs_is_computed_again_as_exactly(tmp_path):
+    world = World(tmp_path, n=24)
+    base, after, seeds = release(world)
+    whole = gate_runs(load_config(world.config(base, after, seeds)))
+    freeze_config_floor(load_config(world.config(base, after, seeds)), tmp_path / "floor.json")
+    frozen = f'[[replicates]]\nfloor = "{tmp_path / "floor.json"}"\n'
+    verdict = gate_runs(load_config(world.config(base, after, extra=frozen)))
+    assert verdict.comparison_id != whole.comparison_id
+    found = verify_store(world.store)
+    assert (found.problems, found.notes) == ((), ())
+    assert {verdict.comparison_id, whole.comparison_id} <= set(found.recomputed)
+    stored = world.store.comparison(str(verdict.comparison_id))
+    assert stored.settings["frozen"] == dict.fromkeys(seeds, base)
+
+
+def test_a_number_forged_against_a_floor_is_found(tmp_path, monkeypatch):
+    world = World(tmp_path, n=24)
+    base, after, seeds = release(world)
+    freeze_config_floor(load_config(world.config(base, after, seeds)), tmp_path / "floor.json")
+    frozen = f'[[replicates]]\nfloor = "{tmp_path / "floor.json"}"\n'
+    verdict = gate_runs(load_config(world.config(base, after, extra=frozen)))
+    stored = world.store.comparison(str(verdict.comparison_id))
+    cell = next(one for one in stored.cells if one.excess is not None)
+    forged = replace(cell, replicates=(cell.replicates[0] + 1e-7, *cell.replicates[1:]))
+    cells = tuple(forged if one is cell else one for one in stored.cells)
+    monkeypatch.setattr(Store, "comparison", lambda self, name: replace(stored, cells=cells))
+    (problem,) = verify_store(world.store, [str(verdict.comparison_id)]).problems
+    assert "replicates of cell" in problem
