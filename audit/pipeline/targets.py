@@ -92,6 +92,7 @@ def _named(answers: Iterable[tuple[str, str | None]]) -> dict[str, str]:
     if lacking:
         raise ProbeError(
             f'probe {lacking[0]}: the checkpoint before answers no class, as target = "prediction" needs; '
-            "use a checkpoint with a classification head, or set [probes] target"
+            "use a checkpoint with a classification head, or name what is explained as [probes] target: one "
+            "token, where the checkpoint generates text"
         )
     return {probe_id: answer for probe_id, answer in found.items() if answer is not None}

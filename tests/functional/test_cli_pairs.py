@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from audit.errors import ExitCode
 from tests import tiny_audits as tiny
 from tests.integration.test_capture_streams import seq2seq
 from tests.integration.test_tower_methods import PROBES, siglip
@@ -58,6 +59,15 @@ def test_encoder_decoder_explains_a_named_token(audit, folder, tmp_path):
         'target = "film"\n',
     )
     assert streams(audit, path) == ["prefix", "source"]
+
+
+def test_an_encoder_decoder_that_answers_no_class_is_told_to_name_a_token(audit, folder, tmp_path):
+    path = config(
+        folder, tmp_path / "audit.toml", "bart", 'name = "gradient_rollout"', 'target = "prediction"\n'
+    )
+    refused = audit("capture", path)
+    assert refused.code == ExitCode.PROBES
+    assert "[probes] target: one token, where the checkpoint generates text" in refused.err
 
 
 def test_towers_explain_their_similarity_without_target_or_label(audit, folder, tmp_path):
