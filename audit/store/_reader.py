@@ -72,7 +72,8 @@ class Files:
             kind = self.directory.name.removesuffix("s")
             raise StoreError(
                 f"{kind} {name} is not in the store {self.directory.parent} (or is unfinished); "
-                "name another with --store or --config, or see what is there with `audit list`"
+                "name its store with --store (or --config, where the command takes it); "
+                "`audit list` shows what is there"
             )
 
     def paths(self, manifest: dict[str, Any], table: str) -> list[Path]:

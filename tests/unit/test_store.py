@@ -42,7 +42,7 @@ def test_store_that_does_not_exist_lists_nothing_and_is_not_made(tmp_path: Path)
 
 @pytest.mark.parametrize("name", ["run-0123456789ab", "../runs", ".", ""])
 def test_store_names_a_run_it_does_not_have(tmp_path: Path, name: str) -> None:
-    with pytest.raises(StoreError, match=r"is not in the store .*--store or --config"):
+    with pytest.raises(StoreError, match=r"is not in the store .*--store \(or --config"):
         Store(tmp_path).manifest(name)
 
 
