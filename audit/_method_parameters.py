@@ -77,6 +77,24 @@ def check_method(name: str, params: Iterable[str]) -> str:
     return full
 
 
+def check_residual(residual: object, start_layer: int = 0) -> None:
+    """Raise ValueError where the residual is 1 on every layer that counts, so that no attention is read.
+
+    Examples
+    --------
+    >>> check_residual([1.0, 0.5])
+    >>> check_residual(1.0)
+    Traceback (most recent call last):
+    ValueError: residual = 1.0 reads nothing: maps would be the output position itself; give less than 1
+    """
+    layers = residual[start_layer:] if isinstance(residual, list | tuple) else [residual]
+    if layers and all(isinstance(one, int | float) and one == 1 for one in layers):
+        raise ValueError(
+            f"residual = {residual!r} reads nothing: maps would be the output position itself; "
+            "give less than 1"
+        )
+
+
 def _nearest(given: str, known: Iterable[str]) -> str:
     choices = list(known)
     near = difflib.get_close_matches(given, choices, n=1, cutoff=0.5)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from audit._method_parameters import ATTRIBUTION, TARGETED, check_method
+from audit._method_parameters import ATTRIBUTION, TARGETED, check_method, check_residual
 from audit.errors import ConfigError
 from audit.records import Method
 
@@ -55,10 +55,12 @@ class FoldSettings:
         Raises
         ------
         ConfigError
-            When the method or a parameter is unknown; the message names the nearest that is not.
+            When the method or a parameter is unknown (the message names the nearest that is not), or a
+            parameter is out of range.
         """
         try:
             name = check_method(method.name, method.params)
+            check_residual(method.params.get("residual"), int(method.params.get("start_layer", 0)))
         except ValueError as error:
             raise ConfigError(f"[method] {error}") from None
         return cls._checked(name, method.params)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from audit._method_parameters import check_method
+from audit._method_parameters import check_method, check_residual
 from audit.config.section import Section
 from audit.records import CaptureSettings, Method
 
@@ -35,6 +35,7 @@ class MethodSection(Section):
     @model_validator(mode="after")
     def _known(self) -> Self:
         check_method(self.name, self._given())
+        check_residual(self.residual, self.start_layer or 0)
         return self
 
     @field_validator("residual")

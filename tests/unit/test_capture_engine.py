@@ -123,6 +123,9 @@ def test_depth_collapse_is_zero_for_equal_rows_and_log_n_for_the_identity() -> N
         ("rollout", {"residuals": 0.5}, "did you mean 'residual'"),
         ("raw", {"residual": 0.5}, "unknown to 'raw'"),
         ("rollout", {"residual": "often"}, "or 'measured'"),
+        ("rollout", {"residual": 1}, "maps would be the output position itself; give less than 1"),
+        ("attention_flow", {"residual": (1.0, 1.0)}, r"residual = \(1.0, 1.0\) reads nothing"),
+        ("rollout", {"residual": [0.5, 1.0], "start_layer": 1}, "reads nothing"),
     ],
 )
 def test_fold_settings_refuse_what_they_do_not_know(

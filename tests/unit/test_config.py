@@ -101,6 +101,8 @@ within = "3 sd"
         ("[[gate.rules]]\nregion='a'\nkind='limit'\nmeasure='ratio'\nfail=0\n", "a number above 0"),
         ("[method]\nresidual = 1.5\n", "residual is 1.5; expected a share from 0 to 1"),
         ("[method]\nresidual = [0.5, -0.1]\n", "residual is -0.1"),
+        ("[method]\nresidual = 1.0\n", "residual = 1.0 reads nothing"),
+        ("[method]\nresidual = [1.0, 1.0]\n", "residual = [1.0, 1.0] reads nothing"),
         ("[[replicates]]\nkind='seed'\n", "exactly one of"),
         ("[[replicates]]\npath='nothing-*'\n", "matches nothing"),
         ("[statistics]\nalpha = 0.7\n", "statistics.alpha"),
