@@ -71,7 +71,7 @@ def compute_maps(
 def compute_maps_by_method(
     checkpoint: Checkpoint,
     probes: Probes,
-    methods: Sequence[str | Method],
+    methods: str | Method | Sequence[str | Method],
     *,
     row: str = "auto",
     target: Any = None,
@@ -82,7 +82,7 @@ def compute_maps_by_method(
     Parameters
     ----------
     checkpoint, probes, target, settings : see :func:`compute_maps`
-    methods : sequence of str or Method
+    methods : str or Method, or sequence of them
         With one output row.
     row : str
         Output row of methods that are given by name.
@@ -103,7 +103,8 @@ def compute_maps_by_method(
     """
     from audit.capture.together import capture_methods
 
-    records = [one if isinstance(one, Method) else Method(one, row) for one in methods]
+    given = [methods] if isinstance(methods, str | Method) else methods
+    records = [one if isinstance(one, Method) else Method(one, row) for one in given]
     items = as_probe_list(probes)
     for each in capture_methods(checkpoint, items, records, settings=settings, target=target):
         yield from zip(*(one.maps for one in each), strict=True)

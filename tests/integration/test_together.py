@@ -58,6 +58,15 @@ def test_methods_together_give_what_each_gives_alone(kind, methods):
             assert set(one[i].diagnostics) == set(other.diagnostics)
 
 
+@pytest.mark.parametrize("method", ["raw", Method("raw_attention")])
+def test_one_method_needs_no_list(method):
+    subject, probes = text_checkpoint("bert"), text_probes()[:2]
+    found = list(audit.compute_maps_by_method(subject, probes, method))
+    assert [len(one) for one in found] == [1, 1]
+    for (one,), other in zip(found, audit.compute_maps(subject, probes, method="raw"), strict=True):
+        np.testing.assert_allclose(one.weights, other.weights, atol=1e-6)
+
+
 def test_folds_share_one_forward_pass_per_batch(forward_passes):
     subject, probes = text_checkpoint("bert"), text_probes()
     lengths = {len(one.weights) for one in audit.compute_maps(subject, probes)}
