@@ -11,6 +11,7 @@ from audit.regions.parse import nearest
 
 CLASSIFIERS = ("ForSequenceClassification", "ForImageClassification", "ForAudioClassification")
 """Endings of the model classes whose labels must be classes of the checkpoint."""
+_TAKES = {"ForImageClassification": "image", "ForAudioClassification": "audio"}
 
 _SHOWN = 3
 
@@ -37,6 +38,8 @@ def is_class(label: str, classes: Sequence[str]) -> bool:
 def label_note(probes: ProbeSet, checkpoint: CheckpointInfo, name: str) -> str | None:
     """Return one line on labels that are no class of a classifier, None where all are or there are none.
 
+    None, too, where no probe has what the classifier takes: that is refused, and labels are beside the point.
+
     Parameters
     ----------
     probes : ProbeSet
@@ -44,7 +47,7 @@ def label_note(probes: ProbeSet, checkpoint: CheckpointInfo, name: str) -> str |
     name : str
         Where the probes were read from.
     """
-    classes = classes_of(checkpoint)
+    classes = classes_of(checkpoint) if _fit(probes, checkpoint) else ()
     labelled = [probe for probe in probes if probe.label is not None]
     unknown = [text for probe in labelled for text in _unknown(probe, classes)] if classes else []
     if not unknown:
@@ -57,6 +60,12 @@ def label_note(probes: ProbeSet, checkpoint: CheckpointInfo, name: str) -> str |
         f"({', '.join(map(repr, shown[:_SHOWN]))}{more}; its classes are {known}); such probes count in no "
         "accuracy; mend the labels, or the checkpoint's id2label"
     )
+
+
+def _fit(probes: ProbeSet, checkpoint: CheckpointInfo) -> bool:
+    """Return whether any probe has the image or sound that the classifier takes; other inputs always fit."""
+    kinds = [kind for ending, kind in _TAKES.items() if (checkpoint.architecture or "").endswith(ending)]
+    return not kinds or any(getattr(probe, kinds[0]) is not None for probe in probes)
 
 
 def _unknown(probe: Probe, classes: Sequence[str]) -> Iterable[str]:

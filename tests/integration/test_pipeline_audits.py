@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from audit.config import load_config
-from audit.errors import ConfigError, NothingEvaluatedError
+from audit.errors import CheckpointError, ConfigError, NothingEvaluatedError
 from audit.pipeline import plan_sensitivity, run_audit
 from audit.records import Outcome
 from audit.report import to_html
@@ -96,6 +96,17 @@ def test_labels_that_are_no_classes_say_why_nothing_was_confirmed(project, model
     (note,) = verdict.notes
     assert "no target logit to watch" in note
     assert "no such class" in note
+
+
+def test_texts_for_an_image_classifier_are_refused_without_a_word_on_their_labels(project, models, caplog):
+    tiny.write_rows(project / "probes.jsonl", tiny.text_rows(label="no such class"))
+    pair = {"before": 'path = "{models}/vit"', "after": 'path = "{models}/vit-shifted"'}
+    with (
+        caplog.at_level("WARNING", logger="audit"),
+        pytest.raises(CheckpointError, match="has no tokenizer but the probes are text"),
+    ):
+        audited(write_config(project, models=models, **pair))
+    assert caplog.records == []
 
 
 def test_labels_that_are_no_classes_are_told_once_and_count_in_no_accuracy(project, models, caplog):
