@@ -129,7 +129,7 @@ def _adjusted_pvalues(
             continue
         if precheck(cell, rule, comparison, policy) is not None:
             continue
-        test = floor_of(cell, rule, comparison.replicate_kinds, policy).test
+        test = floor_of(cell, rule, comparison, policy).test
         if test is not None and test.pvalue is not None:
             raw[i] = test.pvalue
     return dict(zip(raw, holm(list(raw.values())).tolist(), strict=True))
@@ -150,7 +150,7 @@ def _explained(
     for rule, cell in targets:
         if isinstance(cell, ConfigError) or cell in found:
             continue
-        test = floor_of(cell, replace(rule, direction="both"), comparison.replicate_kinds, policy).test
+        test = floor_of(cell, replace(rule, direction="both"), comparison, policy).test
         own = [p for i, p in adjusted.items() if targets[i][1] is cell]
         if test is None or test.pvalue is None or precheck(cell, rule, comparison, policy) is not None:
             found[cell] = None

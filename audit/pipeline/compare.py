@@ -15,7 +15,7 @@ from audit.errors import NothingEvaluatedError, ProbeError
 from audit.pipeline.map_cells import map_cells
 from audit.pipeline.map_measures import map_measures
 from audit.pipeline.predictions import prediction_changes
-from audit.pipeline.runs import RunData, StoredRun, mismatches, read_run
+from audit.pipeline.runs import RunData, StoredRun, mismatches, other_model, read_run
 from audit.records import Cell, Column, Comparison, Policy, RunRef, ShareTable
 from audit.statistics.domain import compare_distributions
 from audit.statistics.resampling import encode_groups
@@ -106,6 +106,7 @@ def compare_runs(
         identical_maps=identical,
         predictions=prediction_changes(before, after) if paired else {},
         alignment=notes,
+        other_model=other_model(before, after) if paired else None,
     )
 
 

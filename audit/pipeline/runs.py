@@ -166,6 +166,20 @@ def mismatches(*runs: RunData | StoredRun) -> tuple[str, ...]:
     return tuple(found)
 
 
+def other_model(before: RunData, after: RunData) -> str | None:
+    """Return how two runs are of different models, None where they are of one or a run tells neither.
+
+    A run that was read from a floor, or whose maps were made elsewhere, knows no architecture.
+    """
+    if before.store is None or after.store is None:
+        return None
+    one, two = (run.store.spec(run.ref.run_id).checkpoint for run in (before, after) if run.store)
+    if one.architecture and two.architecture and one.architecture != two.architecture:
+        return f"{one.architecture} and {two.architecture}"
+    tokenizers = (one.tokenizer_digest, two.tokenizer_digest)
+    return "their tokenizers or processors differ" if all(tokenizers) and len(set(tokenizers)) > 1 else None
+
+
 def read_annotations(
     store: Store, run_id: str
 ) -> tuple[tuple[str | None, ...], dict[str, tuple[str | None, ...]]]:

@@ -35,6 +35,7 @@ _RECOMPUTED = (
     "n_probes",
     "n_clusters",
     "alignment",
+    "other_model",
 )
 
 

@@ -34,7 +34,8 @@ class Comparison:
     were made elsewhere). `mismatches` lists the settings in which the runs differ. `nondeterministic`
     says what differed when the same probe went twice through one checkpoint, None when nothing did.
     `alignment` says how maps over different positions (tokenizer, patch grid) were brought to common
-    ones, and why layers are not compared.
+    ones, and why layers are not compared. `other_model` says how the checkpoints are two different
+    models, of which replicates of one tell nothing about the other; None where they are one, or unknown.
     """
 
     kind: Literal["paired", "unpaired"]
@@ -57,6 +58,7 @@ class Comparison:
     id: str | None = None
     nondeterministic: str | None = None
     alignment: tuple[str, ...] = ()
+    other_model: str | None = None
 
     def find(
         self,

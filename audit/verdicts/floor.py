@@ -16,7 +16,7 @@ from audit.calibrate import (
     minimum_detectable_shift,
     replicate_test,
 )
-from audit.records import STRONG_KINDS, Cell, Policy, ReplicateTest, Rule
+from audit.records import STRONG_KINDS, Cell, Comparison, Policy, ReplicateTest, Rule
 from audit.statistics.measures import DISTANCES
 
 WANTED_REPLICATES = 5
@@ -51,8 +51,16 @@ def plural(n: int, noun: str) -> str:
     return f"{n:,} {noun}{'' if n == 1 else 's'}"
 
 
-def floor_of(cell: Cell, rule: Rule, kinds: Sequence[str], policy: Policy) -> Floor:
-    """Return the noise floor of a cell; weak kinds are left out unless there is nothing else to show."""
+def floor_of(cell: Cell, rule: Rule, comparison: Comparison, policy: Policy) -> Floor:
+    """Return the noise floor of a cell; weak kinds are left out unless there is nothing else to show.
+
+    Between two different models there is none: how far re-training moves one says nothing of the other.
+    """
+    if comparison.other_model is not None:
+        different = f"two different models are compared ({comparison.other_model})"
+        silent = f"{different}, and replicates of one say nothing about the other"
+        return Floor((), None, None, None, silent, "a limit rule instead")
+    kinds = comparison.replicate_kinds
     known = kinds if len(kinds) == len(cell.replicates) else ("seed",) * len(cell.replicates)
     strong = tuple(value for value, kind in zip(cell.replicates, known, strict=True) if kind in STRONG_KINDS)
     shown = strong or cell.replicates

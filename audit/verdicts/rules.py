@@ -256,7 +256,7 @@ def judge_limit(
         outcome = Outcome.FAIL
     # The limit has a direction; whether re-training explains the value is asked on both sides.
     either = replace(rule, direction="both")
-    floor = floor_of(cell, either, comparison.replicate_kinds, policy)
+    floor = floor_of(cell, either, comparison, policy)
     remark = [retraining(floor, rule.measure), explanation(explained)] if floor.values else []
     if _limit_in_noise(cell, fail, floor, policy.alpha):
         remark.append("the limit lies inside the noise floor")
@@ -334,7 +334,7 @@ def judge_excess(
     ConfigError
         When `within` is missing or unreadable.
     """
-    floor = floor_of(cell, rule, comparison.replicate_kinds, policy)
+    floor = floor_of(cell, rule, comparison, policy)
     try:
         within = within_of(rule, floor)
     except ValueError as error:

@@ -45,8 +45,10 @@ def selection(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_models_with_other_tokenizers_are_compared_on_words(audit, selection):
     done = audit("run", selection / "audit.toml", "--json", "--html", selection / "report.html")
-    assert done.code == ExitCode.FAIL, done.err  # far beyond what re-training moves, on the same words
-    assert [rule["outcome"] for rule in done.json["rules"]] == ["PASS", "PASS", "PASS", "FAIL"]
+    assert done.code == ExitCode.INCONCLUSIVE, done.err  # what re-training moves one model says nothing here
+    assert [rule["outcome"] for rule in done.json["rules"]] == ["PASS", "PASS", "PASS", "INCONCLUSIVE"]
+    assert "replicates of one say nothing about the other" in done.json["rules"][3]["reason"]
+    assert done.json["rules"][3]["excess"] is None
     assert [rule["n_probes"] for rule in done.json["rules"]] == [24] * 4
     told = done.json["comparison"]["alignment"]
     assert WORDS in told[0]
@@ -67,7 +69,7 @@ def test_models_with_other_tokenizers_are_compared_on_words(audit, selection):
 def test_without_replicates_an_excess_rule_on_another_model_stays_open(audit, selection):
     done = audit("run", selection / "alone.toml", "--json")
     assert done.code == ExitCode.INCONCLUSIVE
-    assert done.json["rules"][0]["needed"] == "5 replicates of kind seed"
+    assert done.json["rules"][0]["needed"] == "a limit rule instead"
 
 
 def test_vision_models_with_other_patches_are_compared_on_a_common_grid(audit, tmp_path):

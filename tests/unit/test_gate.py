@@ -13,6 +13,7 @@ import pytest
 from audit.errors import NothingEvaluatedError
 from audit.gate import evaluate_gate
 from audit.records import Cell, Comparison, Confirmation, Outcome, Policy, Rule, RunRef, Verdict
+from audit.report.measured import false_alarm_lines
 
 FLOOR = (-0.002, 0.001, 0.0005, -0.0015, 0.002)
 
@@ -636,3 +637,16 @@ def test_gate_starts_without_heavy_libraries():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() in {"FAIL", "INCONCLUSIVE", "PASS"}
+
+
+def test_replicates_of_one_model_judge_no_other():
+    compared = comparison(cell(), other_model="BertModel and GPT2Model")
+    verdict = judge(compared, excess())
+    expect(verdict, "INCONCLUSIVE", 4)
+    assert "replicates of one say nothing about the other" in verdict.sentence
+    assert (verdict.rules[0].excess, verdict.rules[0].adjusted_pvalue) == (None, None)
+    assert false_alarm_lines(compared, verdict) == []
+    both = judge(compared, limit(), excess())
+    expect(both, "FAIL", 3)
+    assert "re-training" not in both.rules[0].sentence
+    assert false_alarm_lines(comparison(cell()), judge(comparison(cell()), excess())) != []
