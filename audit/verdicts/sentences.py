@@ -238,4 +238,6 @@ def excess_numbers(  # noqa: PLR0917
     if adjusted is not None:
         shown = "p < .0001" if adjusted < 0.0001 else f"p = {plain(float(f'{adjusted:.2g}'))}"
         text += f", {shown}" + (f" (Holm over {plural(tests, 'test')})" if tests > 1 else "")
+    if failed_from is not None and test.interval is not None and test.interval[0] <= 0 <= test.interval[1]:
+        text += " (p is about these probes; the interval counts other probes too, which could show none)"
     return text

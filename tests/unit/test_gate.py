@@ -650,3 +650,15 @@ def test_replicates_of_one_model_judge_no_other():
     expect(both, "FAIL", 3)
     assert "re-training" not in both.rules[0].sentence
     assert false_alarm_lines(comparison(cell()), judge(comparison(cell()), excess())) != []
+
+
+def test_a_failed_excess_whose_interval_holds_0_says_what_each_tells():
+    clause = "the interval counts other probes too, which could show none"
+    scattered = judge(comparison(cell(probe_variance=2e-3)), excess())
+    low, high = scattered.rules[0].excess.interval
+    assert low < 0 < high
+    expect(scattered, "FAIL", 3)
+    assert clause in scattered.sentence
+    firm = judge(comparison(cell()), excess())
+    expect(firm, "FAIL", 3)
+    assert clause not in firm.sentence
