@@ -98,12 +98,12 @@ def _spreads(config: AuditConfig) -> tuple[dict[str, Spread], bool, list[str]]:
         baseline, replicates = _stored(config)
     except AuditError as error:
         notes.append(f"told in seed-SD, since no replicates are at hand: {error}")
-        return _unknown(config), False, notes
+        return *_unknown(config), notes
     if len(replicates) < 2:
         notes.append(
             f"told in seed-SD: {len(replicates)} strong replicates have no spread; capture at least 2"
         )
-        return _unknown(config), False, notes
+        return *_unknown(config), notes
     baseline, *replicates = in_common(baseline, *replicates)
     codes = encode_groups(list(baseline.groups) or None, len(baseline.shares.probe_ids))
     shifts = np.stack([one.shares.values - baseline.shares.values for one in replicates])
@@ -124,12 +124,13 @@ def _stored(config: AuditConfig) -> tuple[RunData, list[RunData]]:
     return baseline, [one for one in [*frozen, *captured] if (one.ref.kind or "seed") in STRONG_KINDS]
 
 
-def _unknown(config: AuditConfig) -> dict[str, Spread]:
+def _unknown(config: AuditConfig) -> tuple[dict[str, Spread], bool]:
+    """Return each region with the number of probes (groups) alone, and whether probes have groups."""
     probes = load_probes(probe_source(config))
     names = [region.name for region in audit_regions(config, probes)]
     codes = encode_groups([probe.group for probe in probes], len(probes))
     units = len(probes) if codes is None else len(np.unique(codes))
-    return {name: Spread(units=units) for name in names}
+    return {name: Spread(units=units) for name in names}, codes is not None
 
 
 def _spread(shifts: np.ndarray, codes: np.ndarray | None) -> Spread:
@@ -300,7 +301,7 @@ def _plan_limit(
         harmless=harmless,
         note=None
         if spread.probe_sd is not None
-        else "capture the baseline and a replicate to plan its probes",
+        else "its probes are planned from the baseline and at least 2 replicates; capture what is missing",
     )
 
 

@@ -127,6 +127,16 @@ def test_plan_without_stored_runs_speaks_in_seed_sd(world):
     assert five.detectable > 4.1
 
 
+def test_plan_without_replicates_counts_groups_as_groups(world):
+    rows = [json.loads(line) for line in world.probes.read_text().splitlines()]
+    grouped = [{**row, "group": f"t{i % 12}"} for i, row in enumerate(rows)]
+    world.probes.write_text("\n".join(map(json.dumps, grouped)) + "\n")
+    plan = plan_sensitivity(load_config(world.config(world.run("base", 0.25), "run-000000000001")))
+    assert (plan.unit, {one.spread.units for one in plan.rules}) == ("group", {12})
+    limited = next(one for one in plan.rules if one.kind == "limit")
+    assert "at least 2 replicates" in str(limited.note)
+
+
 def test_plan_on_the_command_line(world):
     base, after, seeds = release(world)
     config = world.config(base, after, seeds)
