@@ -22,6 +22,7 @@ from audit.statistics.measures import DISTANCES
 WANTED_REPLICATES = 5
 _REPLICATES_TRIED = (*range(3, 21), 25, 30, 40, 50, 75, 100)
 _MOST_PROBES = 1_000_000
+_ROUNDING = 1e-6  # of the float32 shares of a map, summed
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,18 @@ def _test(cell: Cell, rule: Rule, strong: Sequence[float], policy: Policy) -> Re
         probe_variance=variance,
         probe_df=probe_df,
     )
+
+
+def covers_all(cell: Cell) -> str | None:
+    """Return why a rule on a region that is the whole content in every probe can never fail, else None.
+
+    Shares are at most 1, so that a mean of 1 on both sides is 1 in every probe. Where the region's size is
+    known it must be 1 too: a small region that took all of the mass can lose it again.
+    """
+    ends = (cell.before, cell.after, 1.0 if cell.size is None else cell.size)
+    if cell.measure not in ("shift", "ratio") or any(end is None or end < 1 - _ROUNDING for end in ends):
+        return None
+    return "the region is all of the content in every probe, so that its share is always 1"
 
 
 def units_of(cell: Cell) -> int:

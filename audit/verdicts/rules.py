@@ -17,6 +17,7 @@ from audit.statistics.measures import DISTANCES, SIMILARITIES
 from audit.verdicts.floor import (
     Floor,
     adjusted_detectable,
+    covers_all,
     direction_of,
     floor_of,
     plural,
@@ -169,6 +170,8 @@ def precheck(cell: Cell, rule: Rule, comparison: Comparison, policy: Policy) -> 
         return _open(cell, rule, comparison, reason=reason, needed="probes in which it is defined")
     if _unmoved(cell, comparison) and cell.measure != "level":
         return identical(cell, rule, comparison)
+    if everything := covers_all(cell):
+        return _open(cell, rule, comparison, reason=everything, needed="a smaller region")
     total = cell.n_probes + cell.n_missing
     if 2 * cell.n_missing > total:
         what = "the measure" if cell.region == "*" else "the region"

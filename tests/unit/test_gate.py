@@ -662,3 +662,18 @@ def test_a_failed_excess_whose_interval_holds_0_says_what_each_tells():
     firm = judge(comparison(cell()), excess())
     expect(firm, "FAIL", 3)
     assert clause not in firm.sentence
+
+
+@pytest.mark.parametrize("rule", [limit(), excess(), limit(measure="ratio", fail=1.5)])
+def test_a_region_that_is_all_of_the_content_never_passes(rule):
+    given = {"before": 1.0, "after": 1 - 1e-8, "measure": rule.measure, "replicates": (0.0,) * 5}
+    verdict = judge(comparison(cell(0.0, 0.0, size=1.0, **given)), rule)
+    expect(verdict, "INCONCLUSIVE", 4)
+    assert "all of the content in every probe" in verdict.sentence
+    small = judge(comparison(cell(0.0, 0.0, size=0.1, **given)), rule)
+    assert "all of the content" not in small.sentence
+
+
+def test_the_level_of_a_region_that_is_all_of_the_content_is_judged():
+    whole = cell(1.0, 0.0, size=1.0, before=1.0, after=1.0, measure="level")
+    expect(judge(comparison(whole), limit(measure="level", fail=0.5)), "FAIL", 3)
