@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from audit.compare import compare_interaction, compare_tables
+from audit.compare import ROUNDING, compare_interaction, compare_tables
 from audit.config import DEFAULT_MEASURES, RESAMPLES
 from audit.errors import NothingEvaluatedError, ProbeError
 from audit.pipeline.map_cells import map_cells
@@ -345,12 +345,13 @@ def needed_measures(statistics: Statistics) -> tuple[str, ...]:
 
 
 def _same_shares(one: ShareTable, other: ShareTable) -> bool:
-    """Return whether no share differs, in the precision of a floor, which holds no maps to compare."""
-    return np.array_equal(one.values.astype("<f4"), other.values.astype("<f4"), equal_nan=True)
+    """Return whether no share differs by more than rounding, where a floor holds no maps to compare."""
+    return np.allclose(one.values, other.values, rtol=0.0, atol=ROUNDING, equal_nan=True)
 
 
 def _all_zero(values: NDArray[np.float64]) -> bool:
-    return bool(np.all(values == 0.0))
+    """Return whether no distance is larger than rounding makes it between equal maps."""
+    return bool(np.all(np.abs(values) <= 10 * ROUNDING))
 
 
 def _interaction_cells(

@@ -634,3 +634,10 @@ def test_maps_that_are_none_are_refused(before, options, message):
 
 def test_units_mean_is_undefined_without_values():
     assert np.isnan(Units(np.zeros((3, 1)), np.zeros((3, 1))).mean[0])
+
+
+@pytest.mark.parametrize(("difference", "same"), [(0.0, True), (3e-8, True), (1e-4, False)])
+def test_maps_that_differ_by_rounding_are_identical(difference, same):
+    before = [np.array([0.25, 0.75]), np.array([0.5, 0.5])]
+    after = [one + np.array([difference, -difference]) for one in before]
+    assert compare_maps(before, after, resamples=99).identical_maps is same
