@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy.ndimage import gaussian_filter
 from torch import Tensor
 
 from audit.capture.batches import length_batches, stack
@@ -29,6 +30,8 @@ from audit.capture.scores import Score
 from audit.capture.targets import TOKENS, class_logits, resolve_targets
 from audit.errors import CheckpointError, ProbeError
 from audit.records import CaptureSettings, Checkpoint, Probe
+
+Fill = Literal["mean", "blur"]
 
 
 @dataclass(frozen=True)
@@ -60,12 +63,13 @@ def occlude(
     targets: Target = "label",
     row: str = "auto",
     settings: CaptureSettings | None = None,
+    fill: Fill = "mean",
 ) -> tuple[Occlusion, ...]:
     """Occlude a region in each probe and return the target logit with and without it.
 
     Text tokens with any weight in the region become the mask token (the unknown, pad or end token
     where there is none); special positions stay. Image patches are mixed, by their weight, with the
-    mean colour of the processed image.
+    mean colour of the processed image, or with the image blurred.
 
     Parameters
     ----------
@@ -78,6 +82,9 @@ def occlude(
     row : str
         The row at which language models and token classifiers answer.
     settings : CaptureSettings, optional
+    fill : "mean" or "blur"
+        What images are mixed with: their mean colour, or themselves under a Gaussian blur whose standard
+        deviation is the side of a patch, which leaves the colours around but no detail.
 
     Returns
     -------
@@ -93,7 +100,8 @@ def occlude(
     question, encoded = _ask(checkpoint, probes, targets, row, settings)
     name, replacement = replacement_token(checkpoint, encoded)
     scores = question.targets(encoded)
-    changed = [occluded(i, w, replacement) for i, w in zip(encoded, region_weights, strict=True)]
+    name = "blur" if replacement is None and fill == "blur" else name
+    changed = [occluded(i, w, replacement, fill) for i, w in zip(encoded, region_weights, strict=True)]
     intact, without = question.values(encoded, scores), question.values(changed, scores)
     found = []
     for item, weights in zip(encoded, region_weights, strict=True):
@@ -198,7 +206,9 @@ def replacement_token(checkpoint: Checkpoint, encoded: Sequence[Encoded]) -> tup
     )
 
 
-def occluded(item: Encoded, weights: NDArray[np.floating[Any]], replacement: int | None) -> Encoded:
+def occluded(
+    item: Encoded, weights: NDArray[np.floating[Any]], replacement: int | None, fill: Fill = "mean"
+) -> Encoded:
     """Return `item` with its positions occluded by their weights (n,); special positions stay."""
     share = np.asarray(weights, np.float64)[: len(item)]
     if len(share) != len(item):
@@ -209,7 +219,7 @@ def occluded(item: Encoded, weights: NDArray[np.floating[Any]], replacement: int
     share = np.where(item.positions.special, 0.0, share)
     tensors = dict(item.tensors)
     if replacement is None:
-        tensors["pixel_values"] = _greyed(item, share)
+        tensors["pixel_values"] = _mixed(item, share, fill)
     else:
         ids = tensors["input_ids"].clone()
         ids[0, torch.from_numpy(share > 0)] = replacement
@@ -217,8 +227,8 @@ def occluded(item: Encoded, weights: NDArray[np.floating[Any]], replacement: int
     return replace(item, tensors=tensors)
 
 
-def _greyed(item: Encoded, share: NDArray[np.float64]) -> Tensor:
-    """Mix patches with the image's mean colour, each by its share."""
+def _mixed(item: Encoded, share: NDArray[np.float64], fill: Fill) -> Tensor:
+    """Mix patches with the image's mean colour, or with the blurred image, each by its share."""
     pixels = item.tensors["pixel_values"]
     rows, columns = item.positions.grid or (1, 1)
     start = first_patch(item)
@@ -227,8 +237,12 @@ def _greyed(item: Encoded, share: NDArray[np.float64]) -> Tensor:
     mix = torch.zeros(pixels.shape[-2:], dtype=torch.float64)
     whole = patches.repeat_interleave(height, 0).repeat_interleave(width, 1)
     mix[: whole.shape[0], : whole.shape[1]] = whole
-    mean = pixels.mean(dim=(-2, -1), keepdim=True)
-    return (pixels * (1 - mix) + mean * mix).to(pixels.dtype)
+    if fill == "blur":
+        spread = (*[0.0] * (pixels.dim() - 2), float(height), float(width))
+        other = torch.from_numpy(gaussian_filter(pixels.double().numpy(), spread, mode="nearest"))
+    else:
+        other = pixels.mean(dim=(-2, -1), keepdim=True)
+    return (pixels * (1 - mix) + other * mix).to(pixels.dtype)
 
 
 def first_patch(item: Encoded) -> int:

@@ -36,6 +36,7 @@ class ReportSection(Section):
     content: Literal["none", "excerpt"] = "none"
     examples: Annotated[int, Field(ge=0, le=50)] = 6
     confirm: bool = True
+    occlusion: Literal["mean", "blur"] = "mean"
 
 
 class FaithfulnessSection(Section):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from audit.records import (
 from audit.regions import region_weights
 from audit.store import Store
 
+Fill = Literal["mean", "blur"]
 NOT_OCCLUDED = frozenset({"*", "special", "first", "rest"})
 """Regions that hold no content of their own to remove."""
 
@@ -82,7 +83,7 @@ def confirm_regions(
     if reason is not None:
         return (), _notes(dict.fromkeys(failing, reason))
     before, after = plan_run(config, "before"), plan_run(config, "after")
-    effects = _all_effects((before, after), failing, progress)
+    effects = _all_effects((before, after), failing, config.report.occlusion, progress)
     found: list[Confirmation] = []
     missing: dict[str, str] = {}
     for name, rule in failing.items():
@@ -120,7 +121,7 @@ def _notes(missing: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _all_effects(
-    plans: Sequence[RunPlan], names: Collection[str], progress: Progress | None
+    plans: Sequence[RunPlan], names: Collection[str], fill: Fill, progress: Progress | None
 ) -> dict[tuple[str, str], _Effect | str]:
     """Occlude every region on one checkpoint after the other, so that each is loaded once."""
     effects: dict[tuple[str, str], _Effect | str] = {}
@@ -130,13 +131,13 @@ def _all_effects(
         for name in names:
             if progress is not None:
                 progress("confirm by occlusion", len(effects), total)
-            effects[plan.role, name] = _effects(plan, regions[name])
+            effects[plan.role, name] = _effects(plan, regions[name], fill)
     if progress is not None:
         progress("confirm by occlusion", total, total)
     return effects
 
 
-def _effects(plan: RunPlan, region: Region) -> _Effect | str:
+def _effects(plan: RunPlan, region: Region, fill: Fill) -> _Effect | str:
     """Return the effect of a region on each probe, or why there is none."""
     probes = load_probes(plan.probes).probes
     with LOADER.use(plan) as checkpoint:
@@ -149,7 +150,7 @@ def _effects(plan: RunPlan, region: Region) -> _Effect | str:
             return "the maps have several streams, and occlusion is defined for one"
         weights = [_weights(region, one, probe) for one, probe in placed]
         try:
-            occlusions = occlude(checkpoint, probes, weights, **question_of(plan))
+            occlusions = occlude(checkpoint, probes, weights, fill=fill, **question_of(plan))
         except ProbeError as error:  # the labels are no classes of this checkpoint
             return f"there is no target logit to watch: {error}"
     changes = [occlusion.change for occlusion in occlusions]

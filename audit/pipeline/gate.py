@@ -16,7 +16,7 @@ from audit.pipeline.approvals import demand_signatures
 from audit.pipeline.capture import capture_all
 from audit.pipeline.checks import check_replicate_runs
 from audit.pipeline.compare import Statistics, compare_runs, outline
-from audit.pipeline.confirm import confirm_regions
+from audit.pipeline.confirm import Fill, confirm_regions
 from audit.pipeline.faithfulness import Measured, measure_faithfulness, with_faithfulness
 from audit.pipeline.floor import freeze_floor
 from audit.pipeline.map_measures import MEASURES
@@ -115,7 +115,12 @@ def gate_runs(
     runs, statistics = audit_runs(config, store), _statistics(config)
     planned = demand_signatures(config, outline(**vars(runs), statistics=statistics))
     stored = _stored(
-        store, planned, with_faithfulness(config, planned), policy, confirm=confirm, measure=measure
+        store,
+        planned,
+        with_faithfulness(config, planned),
+        policy,
+        confirm=config.report.occlusion if confirm else None,
+        measure=measure,
     )
     if stored is not None:
         return apply_approvals(store, planned, stored, signers=signers)
@@ -129,7 +134,7 @@ def gate_runs(
     verdict = replace(evaluate_gate(comparison, policy), notes=measured.notes)
     if confirm and verdict.outcome is Outcome.FAIL:
         found, notes = confirm_regions(config, verdict, progress=progress)
-        comparison = with_confirmations(comparison, found)
+        comparison = with_confirmations(comparison, found, config.report.occlusion)
         verdict = replace(evaluate_gate(comparison, policy), notes=(*measured.notes, *notes))
     if progress is not None:
         progress("compare", 1, 1)
@@ -143,7 +148,7 @@ def _stored(
     measured: Comparison,
     policy: Policy,
     *,
-    confirm: bool,
+    confirm: Fill | None,
     measure: bool,
 ) -> Verdict | None:
     """Return the verdict of the same audit where it is stored already: an audit done twice does nothing.
@@ -151,19 +156,19 @@ def _stored(
     One that was confirmed and `measured` for faithfulness comes before one that was not.
     """
     for one in (measured,) if measure else (measured, comparison):
-        confirmed = comparison_id(with_confirmations(one, ()), policy)
+        confirmed = comparison_id(with_confirmations(one, (), confirm or "mean"), policy)
         for identifier in (confirmed, comparison_id(one, policy)):
             verdict = store.verdict(identifier) if store.has_comparison(identifier) else None
             if verdict is not None and (
-                identifier == confirmed or not confirm or verdict.outcome is not Outcome.FAIL
+                identifier == confirmed or confirm is None or verdict.outcome is not Outcome.FAIL
             ):
                 return verdict
     return None
 
 
-def with_confirmations(comparison: Comparison, found: tuple[Confirmation, ...]) -> Comparison:
+def with_confirmations(comparison: Comparison, found: tuple[Confirmation, ...], fill: Fill) -> Comparison:
     """Return `comparison` with what occlusion found, under an id of its own."""
-    settings = {**comparison.settings, "occlusion": True}
+    settings = {**comparison.settings, "occlusion": True if fill == "mean" else fill}
     return replace(comparison, confirmations=found, settings=settings)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from scipy.ndimage import gaussian_filter
 
 from audit.capture import capture, occlude
 from audit.capture.inputs import encode_image, encode_texts
@@ -148,3 +149,20 @@ def test_occlusion_of_an_image_shows_its_mean_colour(family: str) -> None:
         )
         assert found.occluded == pytest.approx(float(subject.model(pixels).logits[0, 0]), abs=1e-5)
     assert found.intact != found.occluded
+
+
+@pytest.mark.parametrize("family", ["vit", "dinov2-registers"])
+def test_occlusion_by_blur_keeps_the_colours_around_and_no_detail(family: str) -> None:
+    subject = vision_checkpoint(family)
+    (probe,) = image_probes(1)
+    item = encode_image(subject, probe)
+    region = Region("corner", "box", {"box": [0.75, 0.75, 1.0, 1.0]})
+    weights = region_weights(region, item.positions, probe)
+    (found,) = occlude(subject, [probe], [weights], targets="label", fill="blur")
+    pixels = item.tensors["pixel_values"].clone()
+    patch = 32 // (item.positions.grid or (1, 1))[0]
+    blurred = gaussian_filter(pixels.double().numpy(), (0, 0, patch, patch), mode="nearest")
+    pixels[..., 24:, 24:] = torch.from_numpy(blurred[..., 24:, 24:]).float()
+    with torch.no_grad():
+        assert found.occluded == pytest.approx(float(subject.model(pixels).logits[0, 0]), abs=1e-5)
+    assert found.occlusion == "blur"

@@ -50,22 +50,23 @@ def shift(comparison, region: str, **where):
 
 def test_images_are_audited_by_boxes_and_confirmed_by_occlusion(project, models):
     tiny.write_images(project / "images")
-    rules = LIMIT.format(fail=0.001).replace("opinion", "corner")
-    verdict, comparison = audited(
-        write_config(
-            project,
-            models=models,
-            before='path = "{models}/vit"',
-            after='path = "{models}/vit-shifted"',
-            probes='path = "images"',
-            regions=IMAGE_REGIONS,
-            rules=rules,
-        )
-    )
+    images = {
+        "models": models,
+        "before": 'path = "{models}/vit"',
+        "after": 'path = "{models}/vit-shifted"',
+        "probes": 'path = "images"',
+        "regions": IMAGE_REGIONS,
+        "rules": LIMIT.format(fail=0.001).replace("opinion", "corner"),
+    }
+    verdict, comparison = audited(write_config(project, **images))
     assert verdict.outcome is Outcome.FAIL
     assert shift(comparison, "corner").n_probes == 20
     assert [one.region for one in comparison.confirmations] == ["corner"]
     assert comparison.predictions["n"] == 20
+    again, blurred = audited(write_config(project, **images, more='[report]\nocclusion = "blur"\n'))
+    assert again.comparison_id != verdict.comparison_id
+    kinds = [one.confirmations[0].occlusion for one in (comparison, blurred)]
+    assert kinds == ["mean colour", "blur"]
 
 
 def without_head(models: Path, folder: Path, name: str) -> Path:
