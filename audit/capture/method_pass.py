@@ -18,6 +18,7 @@ from audit.capture.gradient import GradientFold, gradient_batch
 from audit.capture.inputs import Encoded, core_model
 from audit.capture.layers import CapturePlan
 from audit.capture.passes import exclusive, fold_batch
+from audit.capture.question import refuse_sound
 from audit.capture.row_fold import RowFold, row_fold_batch, rows_suffice
 from audit.capture.settings import (
     ATTRIBUTION,
@@ -126,6 +127,7 @@ class Engine:
     def _attribution(
         self, batch: Sequence[Encoded], tensors: Mapping[str, Tensor], inner: BatchFold, verify: bool
     ) -> tuple[AttributionFold, Any]:
+        refuse_sound(batch, self.settings.method)
         outputs = fold_batch(
             self.checkpoint.model, self.plan, tensors, inner, verify=verify, keep_logits=self.keep_logits
         )

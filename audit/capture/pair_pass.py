@@ -25,6 +25,7 @@ from audit.capture.pair_setup import PairSession
 from audit.capture.pair_targets import next_token_scores
 from audit.capture.passes import exclusive
 from audit.capture.pooling import tower_root
+from audit.capture.question import refuse_sound
 from audit.capture.scores import Score
 from audit.capture.settings import ATTRIBUTION, MEASURED, FoldSettings
 from audit.capture.targets import SIMILARITY, similarity
@@ -72,6 +73,7 @@ def run_method(
     CaptureError, ConfigError, ProbeError
     """
     if asked.fold.method in ATTRIBUTION:
+        refuse_sound(batch, asked.fold.method)
         return _attributed(asked, batch, tensors, masks, verify=verify)
     if asked.plan.wiring == "encoder-decoder":
         return _encoder_decoder(asked, batch, tensors, masks, verify=verify)

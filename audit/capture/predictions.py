@@ -254,8 +254,13 @@ def _tokens(
     found = []
     for item, row in zip(encoded, logits[:, 0].double().cpu(), strict=True):
         target = token_score(tokenizer, wanted[item.probe.id], item.probe)
-        found.append(_plain(item, predicted=tokenizer.decode([int(row.argmax())]), **_target(target, row)))
+        found.append(_plain(item, predicted=token_name(tokenizer, int(row.argmax())), **_target(target, row)))
     return found
+
+
+def token_name(tokenizer: Any, token: int) -> str:
+    """Return the text of a token, its number where there is no tokenizer, as beside a feature extractor."""
+    return str(tokenizer.decode([token])) if hasattr(tokenizer, "decode") else f"token {token}"
 
 
 def token_score(tokenizer: Any, wanted: Any, probe: Probe) -> Score | None:
@@ -272,7 +277,7 @@ def token_score(tokenizer: Any, wanted: Any, probe: Probe) -> Score | None:
         one, two = (_single_token(tokenizer, each, probe) for each in wanted)
         return Score.difference((str(wanted.wanted), str(wanted.other)), (one, two))
     token = _single_token(tokenizer, wanted, probe)
-    return Score.single(tokenizer.decode([token]), token)
+    return Score.single(token_name(tokenizer, token), token)
 
 
 def _single_token(tokenizer: Any, wanted: Any, probe: Probe) -> int:

@@ -16,7 +16,7 @@ from audit.capture.passes import run_model
 from audit.capture.scores import Score
 from audit.capture.targets import class_logits
 from audit.capture.threads import own_thread
-from audit.errors import CaptureError
+from audit.errors import CaptureError, ConfigError
 from audit.records import Checkpoint
 
 CONVERGED = 0.05
@@ -55,6 +55,20 @@ class Question:
         """Return the score of the first probe's target for variants of it, in float64: (variant,)."""
         outputs = run_model(self.checkpoint.model, stack(items), keep_logits=self.keep_logits)
         return self.score(outputs, len(items), precise=True)
+
+
+def refuse_sound(batch: Sequence[Encoded], method: str) -> None:
+    """Raise ConfigError for sounds: nothing says yet how a frame is taken out of one.
+
+    Raises
+    ------
+    ConfigError
+    """
+    if any(item.probe.modality == "audio" for item in batch):
+        raise ConfigError(
+            f"[method] name = {method!r} explains text and images, not sound; use gradient_rollout for the "
+            "target, or a method that reads attention"
+        )
 
 
 def differentiable(

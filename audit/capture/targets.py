@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from audit.capture.inputs import Encoded
-from audit.capture.predictions import ANSWERS, LANGUAGE, class_names, class_score, token_score
+from audit.capture.predictions import ANSWERS, LANGUAGE, class_names, class_score, token_name, token_score
 from audit.capture.scores import Score
 from audit.capture.spans import answer_ends, answer_score, interleaved, labelled_spans
 from audit.errors import CaptureError, CheckpointError
@@ -101,7 +101,7 @@ def _score(checkpoint: Checkpoint, item: Encoded, wanted: Any, logits: Tensor, _
     best, size = int(logits.argmax()), len(logits)
     if checkpoint.task in LANGUAGE:
         tokenizer = getattr(checkpoint.processor, "tokenizer", checkpoint.processor)
-        return token_score(tokenizer, wanted, item.probe) or Score.single(tokenizer.decode([best]), best)
+        return token_score(tokenizer, wanted, item.probe) or Score.single(token_name(tokenizer, best), best)
     names = class_names(checkpoint, size)
     if size == 1:
         return Score.single(names[0], 0)

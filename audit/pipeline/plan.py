@@ -97,7 +97,12 @@ def plan_audit(config: AuditConfig) -> tuple[RunPlan, ...]:
         check_label_sets([plan.spec.checkpoint for plan in plans])
     for plan in plans:
         check_rules(config.policy().rules, plan.spec.regions)
-    check_replicates([(plan.role, plan.source.ref, plan.spec.checkpoint.weights_digest) for plan in plans])
+    check_replicates(
+        [
+            (plan.role.partition("@")[0], plan.source.ref, plan.spec.checkpoint.weights_digest)
+            for plan in plans
+        ]
+    )
     _tell_unknown_labels(plans)
     order = {plan.source.ref: i for i, plan in reversed(list(enumerate(plans)))}
     plans.sort(key=lambda p: (order[p.source.ref], p.source.adapter is None))

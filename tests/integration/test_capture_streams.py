@@ -100,14 +100,36 @@ def test_step_beyond_the_generated_end_is_refused_with_the_probe() -> None:
         list(capture(subject, text_probes(), method=Method(row="decoder:5")))
 
 
-def test_whisper_frames_are_seconds() -> None:
+def whisper() -> Checkpoint:
+    """Return a tiny Whisper with its feature extractor, but no tokenizer."""
     sizes = {**SIZES, "max_source_positions": 50, "max_target_positions": 32, "num_mel_bins": 16,
              "vocab_size": 40, "pad_token_id": 0, "decoder_start_token_id": 5, "eos_token_id": 3,
              "bos_token_id": 3}  # fmt: skip
     model = build("WhisperForConditionalGeneration", **sizes)
     model.generation_config.forced_decoder_ids = None
     extractor = transformers.WhisperFeatureExtractor(feature_size=16, chunk_length=1)
-    subject = checkpoint(model, extractor)
+    return checkpoint(model, extractor)
+
+
+@pytest.mark.parametrize(
+    "name", ["raw_attention", "per_head_rollout", "gradient_rollout", "norms", "alti", "attention_flow"]
+)
+def test_methods_read_what_a_generated_token_of_whisper_heard(name: str) -> None:
+    sound = Probe("a", audio=noise(8000), sampling_rate=16000)
+    (found,) = capture(whisper(), [sound], method=Method(name, row="decoder:1"), target=7)
+    source, prefix = found.maps
+    assert (source.positions.kind, len(source.weights), len(prefix.weights)) == ("frame", 50, 2)
+    assert source.weights.sum() == pytest.approx(1, abs=1e-5)
+
+
+def test_attributions_of_sound_are_refused_as_such() -> None:
+    sound = Probe("a", audio=noise(8000), sampling_rate=16000)
+    with pytest.raises(ConfigError, match="explains text and images, not sound"):
+        list(capture(whisper(), [sound], method=Method("occlusion", row="decoder:1"), target=7))
+
+
+def test_whisper_frames_are_seconds() -> None:
+    subject = whisper()
     sounds = [Probe(f"a-{i}", audio=noise(8000 + 1600 * i), sampling_rate=16000) for i in range(3)]
     for sound, captured in zip(sounds, capture(subject, sounds, method=Method(row="decoder:1")), strict=True):
         source, prefix = captured.maps

@@ -7,7 +7,7 @@ import pytest
 
 from audit.config import load_config
 from audit.errors import CheckpointError, ConfigError, NothingEvaluatedError
-from audit.pipeline import plan_sensitivity, run_audit
+from audit.pipeline import plan_audit, plan_sensitivity, run_audit
 from audit.records import Outcome
 from audit.report import to_html
 from audit.store import Store
@@ -176,6 +176,15 @@ def test_groups_are_the_unit_and_segments_have_rules_of_their_own(project, model
 def domain_rows(count: int = 24):
     rows = tiny.text_rows(count)
     return [{**row, "id": f"d-{i}", "text": f"the acting, {row['text']}"} for i, row in enumerate(rows)]
+
+
+def test_a_replicate_plays_on_both_probe_sets(project, models):
+    tiny.write_rows(project / "domain.jsonl", domain_rows())
+    tiny.bert(project / "seed-1", seed=1, noise=0.002)
+    more = '[domain]\npath = "domain.jsonl"\n[[replicates]]\npath = "seed-1"\nkind = "seed"\n'
+    plans = plan_audit(load_config(write_config(project, models=models, more=more)))
+    roles = ("before", "after", "replicate-0")
+    assert {plan.role for plan in plans} == {*roles, *(f"{role}@domain" for role in roles)}
 
 
 def test_one_checkpoint_on_two_probe_sets_is_a_domain_audit(project, models):
