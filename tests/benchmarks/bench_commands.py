@@ -91,7 +91,8 @@ def test_capture_from_probes_to_the_store(tmp_path):
     for i in range(3):
         (tmp_path / "audit.toml").write_text(
             f'[store]\nurl = "store-{i}"\n[checkpoints.before]\npath = "model"\n'
-            '[probes]\npath = "probes.jsonl"\n[regions]\nhalf = { quantile = [0.0, 0.5] }\n'
+            '[checkpoints.after]\npath = "model"\n[probes]\npath = "probes.jsonl"\n'
+            "[regions]\nhalf = { quantile = [0.0, 0.5] }\n"
         )
         config = audit.load_config(tmp_path / "audit.toml")
         start = time.perf_counter()
