@@ -236,12 +236,12 @@ def test_run_without_layers_and_without_a_head_has_empty_tables(tmp_path: Path) 
 def test_store_under_a_relative_path_with_parents_and_a_link_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "work").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "work")
-    monkeypatch.chdir(tmp_path / "work")
+    (tmp_path / "here").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
     run = write_run(Store("../link/store"))
     child = Store("store").relink_run(make_spec(regions=()), lambda m: measure(m, ["x"]))
     assert child is not None
-    for url in ("store", "../work/store", "../link/store", (tmp_path / "link" / "store").as_uri()):
+    for url in ("store", "../here/store", "../link/store", (tmp_path / "link" / "store").as_uri()):
         assert len(Store(url).maps(run)) == len(Store(url).maps(child["run_id"])) == 6
         assert Store(url).sql("SELECT count(*) AS n FROM maps")["n"].to_list() == [12]
