@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,6 +27,30 @@ ADDS_UP = 1e-4
 """Largest error of the sum of Shapley values, relative to the sum of their sizes; it is rounding alone."""
 ROUNDINGS = 8
 """How often one value may be rounded at the size of the logit: batches of other sizes round otherwise."""
+
+
+@dataclass(frozen=True)
+class Game:
+    """What is asked of one probe: the value of each set of players that are kept.
+
+    Attributes
+    ----------
+    probe : str
+        Named in messages.
+    players : int
+    value : function of a Tensor (set, player) of 0 and 1
+        Returns the target logit of each set, in float64: (set,).
+    at_once : int
+        How many sets are asked for in one call.
+    dtype : torch.dtype
+        In which the model computes.
+    """
+
+    probe: str
+    players: int
+    value: Callable[[Tensor], Tensor]
+    at_once: int
+    dtype: torch.dtype
 
 
 def shapley(question: Question, samples: int, seed: int) -> tuple[Tensor, float]:
@@ -46,23 +71,28 @@ def shapley(question: Question, samples: int, seed: int) -> tuple[Tensor, float]
     CaptureError
         When the values do not add up: the model does not repeat itself, or its rounding hides the difference.
     """
-    require_captum()
-    from captum.attr import ShapleyValueSampling
-
-    places, value = _game(question)
-    if not len(places):
-        return _spread(question, places, torch.zeros(0, dtype=torch.float64)), 0.0
-    kept = torch.ones(1, len(places), dtype=torch.float64)
-    with _seeded(seed):
-        found = ShapleyValueSampling(value).attribute(
-            kept, n_samples=samples, perturbations_per_eval=question.rows_at_once(len(question.batch[0]))
-        )[0]
-    ends = value(torch.cat([kept, torch.zeros_like(kept)]))
-    error = _sum_error(question, found, ends)
+    places, game = _game(question)
+    found, error = shapley_values(game, samples, seed)
     return _spread(question, places, found.abs()), error
 
 
-def _sum_error(question: Question, found: Tensor, ends: Tensor) -> float:
+def shapley_values(game: Game, samples: int, seed: int) -> tuple[Tensor, float]:
+    """Return the Shapley value of each player (player,), and the error of their sum; see :func:`shapley`."""
+    require_captum()
+    from captum.attr import ShapleyValueSampling
+
+    if not game.players:
+        return torch.zeros(0, dtype=torch.float64), 0.0
+    kept = torch.ones(1, game.players, dtype=torch.float64)
+    with _seeded(seed):
+        found = ShapleyValueSampling(game.value).attribute(
+            kept, n_samples=samples, perturbations_per_eval=game.at_once
+        )[0]
+    ends = game.value(torch.cat([kept, torch.zeros_like(kept)]))
+    return found, _sum_error(game, found, ends)
+
+
+def _sum_error(game: Game, found: Tensor, ends: Tensor) -> float:
     """Return by how much Shapley values miss f(all) − f(none), the two `ends`, as a part of their sizes.
 
     Beyond the rounding of a sum, each of the n steps of an order may be off by roundings of the logit
@@ -71,14 +101,13 @@ def _sum_error(question: Question, found: Tensor, ends: Tensor) -> float:
     full, empty = map(float, ends)
     missed = abs(float(found.sum()) - (full - empty))
     sizes = max(float(found.abs().sum()), abs(full - empty), 1e-30)
-    dtype = core_model(question.checkpoint.model).dtype
-    exact = float(torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).eps)
+    exact = float(torch.finfo(torch.float64 if game.dtype is torch.float64 else torch.float32).eps)
     rounding = ROUNDINGS * exact * max(abs(full), abs(empty)) * float(np.sqrt(len(found)))
     allowed = min(ADDS_UP + rounding / sizes, CONVERGED)
     if missed > allowed * sizes:
-        finer = "float64" if dtype in (torch.float32, torch.float64) else "float32"
+        finer = "float64" if game.dtype in (torch.float32, torch.float64) else "float32"
         raise CaptureError(
-            f"probe {question.batch[0].probe.id}: Shapley values miss their sum by {missed / sizes:.1e} of "
+            f"probe {game.probe}: Shapley values miss their sum by {missed / sizes:.1e} of "
             f"their sizes, allowed {allowed:.1e} (logit {full:.7g}, {empty:.7g} with all content occluded); "
             f"load the checkpoint in {finer}, or remove the probe"
         )
@@ -97,27 +126,32 @@ def lime(question: Question, samples: int, seed: int) -> Tensor:
     Can tell which positions a linear model needs to follow the logit around this input. Cannot tell
     interactions, and the noise of its sample is in every weight: another seed gives other weights.
     """
+    places, game = _game(question)
+    return _spread(question, places, lime_weights(game, samples, seed).abs())
+
+
+def lime_weights(game: Game, samples: int, seed: int) -> Tensor:
+    """Return the weight of each player in the linear model of :func:`lime`: (player,)."""
     require_captum()
     from captum._utils.models.linear_model import SkLearnRidge
     from captum.attr import Lime
     from captum.attr._core.lime import get_exp_kernel_similarity_function
 
-    places, value = _game(question)
-    if not len(places):
-        return _spread(question, places, torch.zeros(0, dtype=torch.float64))
+    if not game.players:
+        return torch.zeros(0, dtype=torch.float64)
     near = get_exp_kernel_similarity_function("cosine", kernel_width=KERNEL_WIDTH)
-    method = Lime(value, interpretable_model=SkLearnRidge(alpha=RIDGE), similarity_func=near)
+    method = Lime(game.value, interpretable_model=SkLearnRidge(alpha=RIDGE), similarity_func=near)
     with _seeded(seed):
-        found = method.attribute(
-            torch.ones(1, len(places), dtype=torch.float64),
+        found: Tensor = method.attribute(
+            torch.ones(1, game.players, dtype=torch.float64),
             n_samples=samples,
-            perturbations_per_eval=question.rows_at_once(len(question.batch[0])),
+            perturbations_per_eval=game.at_once,
         )[0]
-    return _spread(question, places, found.abs())
+    return found
 
 
-def _game(question: Question) -> tuple[np.ndarray, Callable[[Tensor], Tensor]]:
-    """Return the positions that play, and the target logit as a function of which are kept (set, player)."""
+def _game(question: Question) -> tuple[np.ndarray, Game]:
+    """Return the positions that play, and their game."""
     (item,) = question.batch
     _, token = replacement_token(question.checkpoint, [item])
     places = np.flatnonzero(~item.positions.special)
@@ -131,7 +165,8 @@ def _game(question: Question) -> tuple[np.ndarray, Callable[[Tensor], Tensor]]:
             parts = [question.scores(variants[i : i + size]) for i in range(0, len(variants), size)]
         return torch.cat(parts).cpu()
 
-    return places, value
+    dtype = core_model(question.checkpoint.model).dtype
+    return places, Game(item.probe.id, len(places), value, size, dtype)
 
 
 def _spread(question: Question, places: np.ndarray, values: Tensor) -> Tensor:
