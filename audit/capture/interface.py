@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from audit.capture.scratch import Scratch
 from audit.capture.weights import attention_weights
 
 KERNELS = ("sdpa", "eager")
@@ -90,7 +91,7 @@ class KernelCall:
 
     def weights(self) -> Tensor:
         """Return the weights, computed beside the kernel: (batch, head, query, key)."""
-        return _beside(self.module, self.query, self.key, self.mask, self.options)
+        return _beside(self)
 
     @property
     def is_causal(self) -> bool:
@@ -112,8 +113,8 @@ class Replacing:
 
 _register_lock = threading.Lock()
 _config_locks: dict[int, threading.RLock] = {}
-# (thread, module) -> what receives its calls, innermost capture last.
-_receivers: dict[tuple[int, int], list[tuple[str, Receiver]]] = {}
+# (thread, module) -> what receives its calls, and from where their weights are taken; innermost capture last.
+_receivers: dict[tuple[int, int], list[tuple[str, Receiver, Scratch | None]]] = {}
 
 
 class _KernelName(str):
@@ -185,15 +186,16 @@ def _capturing(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
             kwargs.pop("output_attentions", None)  # it changes nothing there but logs a warning
         kernel = original_kernel(module, name)
         stack = _receivers.get((threading.get_ident(), id(module)))
-        path, receive = stack[-1] if stack else ("", None)
+        path, receive, scratch = stack[-1] if stack else ("", None, None)
+        call = KernelCall(path, module, kernel, query, key, value, attention_mask, kwargs)
         if isinstance(receive, Replacing):
-            return receive.attend(KernelCall(path, module, kernel, query, key, value, attention_mask, kwargs))
-        output, weights = kernel(module, query, key, value, attention_mask, **kwargs)
+            return receive.attend(call)
+        output, weights = call.run()
         if receive is not None:
             sink = kwargs.get("s_aux") is not None
             # What a kernel returns beside a sink may or may not be scaled by it.
             seen = None if sink else weights
-            seen = _beside(module, query, key, attention_mask, kwargs) if seen is None else seen
+            seen = _beside(call, scratch) if seen is None else seen
             replaced = receive(AttentionCall(path, seen, output, value, sink))
             output = output if replaced is None else replaced
         return output, weights
@@ -201,21 +203,18 @@ def _capturing(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     return attention
 
 
-def _beside(
-    module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: Mapping[str, Any]
-) -> Tensor:
+def _beside(call: KernelCall, scratch: Scratch | None = None) -> Tensor:
     """Weights of a fused call: the arguments mean what they mean to transformers' sdpa function."""
-    causal = kwargs.get("is_causal")
-    causal = getattr(module, "is_causal", True) if causal is None else causal
-    return attention_weights(
-        query.detach(),
-        key.detach(),
-        mask,
-        scaling=kwargs.get("scaling"),
-        is_causal=bool(causal),
-        softcap=kwargs.get("softcap"),
-        position_bias=kwargs.get("position_bias"),
-        sinks=kwargs.get("s_aux"),
+    compute = attention_weights if scratch is None else scratch.weights
+    return compute(
+        call.query.detach(),
+        call.key.detach(),
+        call.mask,
+        scaling=call.options.get("scaling"),
+        is_causal=call.is_causal,
+        softcap=call.options.get("softcap"),
+        position_bias=call.options.get("position_bias"),
+        sinks=call.options.get("s_aux"),
     )
 
 
@@ -262,7 +261,10 @@ def _config_lock(config: Any) -> threading.RLock:
 
 @contextmanager
 def interface_capture(
-    layers: Mapping[str, nn.Module], configs: Sequence[Any], receive: Receiver
+    layers: Mapping[str, nn.Module],
+    configs: Sequence[Any],
+    receive: Receiver,
+    scratch: Scratch | None = None,
 ) -> Iterator[None]:
     """Send every attention call that this thread makes through `layers` to `receive`.
 
@@ -273,13 +275,15 @@ def interface_capture(
         Their previous values come back on leaving, also after an exception. The caller holds
         :func:`config_locks` over the whole forward pass.
     receive : function of an AttentionCall
+    scratch : Scratch, optional
+        Where weights lie that `receive` is done with when it returns.
     """
     register_interface()
     thread = threading.get_ident()
     previous = [config._attn_implementation_internal for config in configs]
     try:
         for path, module in layers.items():
-            _receivers.setdefault((thread, id(module)), []).append((path, receive))
+            _receivers.setdefault((thread, id(module)), []).append((path, receive, scratch))
         for config, name in zip(configs, previous, strict=True):
             config._attn_implementation_internal = _KernelName(_PREFIX + str(original_name(name)))
         yield

@@ -18,8 +18,8 @@ from audit.capture.gradient import GradientFold, gradient_batch
 from audit.capture.inputs import Encoded, core_model
 from audit.capture.layers import CapturePlan
 from audit.capture.passes import exclusive, fold_batch
-from audit.capture.question import refuse_sound
 from audit.capture.row_fold import RowFold, row_fold_batch, rows_suffice
+from audit.capture.scratch import Scratch
 from audit.capture.settings import (
     ATTRIBUTION,
     FLOW,
@@ -59,6 +59,7 @@ class Engine:
     keep_logits: bool = False
     alone: bool = False
     _blocks: dict[str, Block] = field(default_factory=dict)
+    _scratch: Scratch = field(default_factory=Scratch)
 
     def run(
         self,
@@ -113,7 +114,8 @@ class Engine:
             blocks = self._find_blocks(tensors)
             outputs = contribution_batch(model, self.plan, blocks, tensors, fold, verify=verify, **options)
             return fold, outputs
-        return fold, fold_batch(model, self.plan, tensors, fold, verify=verify, **options)
+        outputs = fold_batch(model, self.plan, tensors, fold, verify=verify, scratch=self._scratch, **options)
+        return fold, outputs
 
     def _find_blocks(self, tensors: Mapping[str, Tensor]) -> dict[str, Block]:
         """Return the block of each layer, found in the first batch."""
@@ -127,7 +129,6 @@ class Engine:
     def _attribution(
         self, batch: Sequence[Encoded], tensors: Mapping[str, Tensor], inner: BatchFold, verify: bool
     ) -> tuple[AttributionFold, Any]:
-        refuse_sound(batch, self.settings.method)
         outputs = fold_batch(
             self.checkpoint.model, self.plan, tensors, inner, verify=verify, keep_logits=self.keep_logits
         )

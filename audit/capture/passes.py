@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from audit.capture.banded import given_length
 from audit.capture.check import check_counts, check_rows, check_values
 from audit.capture.engine import BatchFold
 from audit.capture.hooks import Replay, counted_calls, hook_capture
@@ -25,6 +26,8 @@ from audit.capture.interface import (
 )
 from audit.capture.layers import CapturePlan, expected_calls, narrow_plan
 from audit.capture.pieces import joined_pieces
+from audit.capture.scratch import Scratch
+from audit.capture.switching import unswitched
 from audit.errors import CaptureError
 
 
@@ -45,7 +48,7 @@ def frozen(model: nn.Module) -> Iterator[None]:
     try:
         for module in training:
             module.training = False
-        with torch.no_grad(), torch.random.fork_rng(devices=devices), _run_as_written(model):
+        with torch.no_grad(), torch.random.fork_rng(devices=devices), _run_as_written(model), unswitched(model):
             torch.manual_seed(0)
             yield
     finally:
@@ -103,7 +106,8 @@ def run_model(
         options["output_attentions"] = True
     if "logits_to_keep" in accepted and not keep_logits:
         options["logits_to_keep"] = 1
-    return uncompiled(model)(**place(tensors, core.device, core.dtype), **options)
+    with given_length(tensors):
+        return uncompiled(model)(**place(tensors, core.device, core.dtype), **options)
 
 
 def place(tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -126,11 +130,12 @@ def watched(
     replay: Replay | None = None,
     *,
     whole: bool = True,
+    scratch: Scratch | None = None,
 ) -> Iterator[None]:
     """Send each attention call of this thread to `receive`, and check on leaving that none was missed.
 
     Layers that attend in pieces send one call of all pieces; with `whole` off, each piece as it comes, so
-    that `receive` may replace what it gives.
+    that `receive` may replace what it gives. With `scratch`, weights are good until `receive` returns.
     """
     seen = Counter[str]()
     pieces: dict[str, list[AttentionCall]] = {path: [] for path in plan.pieces if whole}
@@ -148,7 +153,8 @@ def watched(
 
     with ExitStack() as stack:
         called = stack.enter_context(counted_calls(plan.modules()))
-        stack.enter_context(interface_capture(plan.modules("interface"), plan.configs, note))
+        lent = None if pieces else scratch  # pieces are kept until all are there
+        stack.enter_context(interface_capture(plan.modules("interface"), plan.configs, note, lent))
         stack.enter_context(hook_capture(plan.modules("hook"), note, replay))
         piecewise = {path: module for path, module in plan.modules().items() if path in pieces}
         stack.enter_context(joined_pieces(piecewise, pieces, join))
@@ -166,6 +172,7 @@ def fold_batch(
     *,
     verify: bool = False,
     keep_logits: bool = False,
+    scratch: Scratch | None = None,
 ) -> Any:
     """Run one batch and fold its attention layer by layer.
 
@@ -178,6 +185,8 @@ def fold_batch(
         Also compare attention × values with every layer's own output.
     keep_logits : bool
         See :func:`run_model`.
+    scratch : Scratch, optional
+        Where weights may lie that `fold` does not keep.
 
     Returns
     -------
@@ -196,7 +205,7 @@ def fold_batch(
         fold.fold(call.weights, sink=call.sink)
 
     expected = None if plan.narrowed else expected_calls(core_model(model))
-    with exclusive(model, plan.configs), watched(plan, receive, expected):
+    with exclusive(model, plan.configs), watched(plan, receive, expected, scratch=scratch):
         return run_model(model, tensors, attentions=plan.has_hooks, keep_logits=keep_logits)
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from audit.capture.interface import KernelCall
+from audit.capture.scratch import Scratch
 from audit.capture.settings import FoldSettings
 from audit.capture.weights import attention_weights
 from audit.errors import CaptureError
@@ -66,11 +67,12 @@ def rows_by_blocks(
     found = rows.new_zeros(*rows.shape[:2], n + extra)
     if rows.shape[2] > n:
         found[..., n] = rows[..., n]
+    scratch = Scratch()
     for block in query_blocks(call):
         weighed = rows[..., block]
         if not bool(weighed.any()):
             continue
-        weights = block_weights(call, block)
+        weights = block_weights(call, block, scratch)
         if not bool(valid[:, block].all()):
             weights = weights.masked_fill(~valid[:, None, block, None], 0.0)
         part = _times_fused(weights, weighed.to(weights.dtype), settings, layer, block.start)
@@ -123,13 +125,17 @@ def _check_sums(call: KernelCall, found: Tensor, rows: Tensor) -> None:
         raise CaptureError(f"attention layer {call.path} has rows that sum to 1 ± {float(error):.3g}")
 
 
-def block_weights(call: KernelCall, block: slice) -> Tensor:
-    """Return the weights of a block of queries: (batch, head, query of the block, key)."""
+def block_weights(call: KernelCall, block: slice, scratch: Scratch | None = None) -> Tensor:
+    """Return the weights of a block of queries: (batch, head, query of the block, key).
+
+    With `scratch` they are good until it is asked for the next.
+    """
     n, mask = call.query.shape[2], call.mask
     if mask is None and call.is_causal and n > 1:
         positions = torch.arange(n, device=call.query.device)
         mask = positions[None] <= positions[block, None]
-    return attention_weights(
+    compute = attention_weights if scratch is None else scratch.weights
+    return compute(
         call.query[:, :, block],
         call.key,
         _rows_of(mask, block, n),

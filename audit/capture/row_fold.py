@@ -27,6 +27,7 @@ from audit.capture.layers import CapturePlan
 from audit.capture.query_blocks import block_weights, laid_out, query_blocks
 from audit.capture.region_forward import sees_no_future
 from audit.capture.row_backward import kernel_calls, step_down, widened
+from audit.capture.scratch import Scratch
 from audit.capture.settings import MEASURED, ROLLOUT, FoldSettings
 from audit.errors import CaptureError
 
@@ -118,8 +119,9 @@ def check_blocks(call: KernelCall, output: Tensor, valid: Tensor) -> None:
     value = call.value.to(dtype).repeat_interleave(call.query.shape[1] // call.value.shape[1], dim=1)
     given = output.to(dtype).reshape(len(output), -1, call.query.shape[1], value.shape[-1])
     error = scale = given.new_zeros(())
+    scratch = Scratch()
     for block in query_blocks(call):
-        again = (block_weights(call, block)[..., :keys].to(dtype) @ value).transpose(1, 2)
+        again = (block_weights(call, block, scratch)[..., :keys].to(dtype) @ value).transpose(1, 2)
         rows, part = valid[:, block, None, None], given[:, block]
         zero = torch.zeros_like(part)
         error = torch.maximum(error, torch.where(rows, (again - part).abs(), zero).amax())

@@ -15,6 +15,7 @@ from audit.capture.layers import plan_capture
 from audit.capture.method_pass import weight_fold
 from audit.capture.passes import fold_batch
 from audit.capture.predictions import Target, check_targets, targets_by_probe
+from audit.capture.scratch import Scratch
 from audit.capture.session import AnySession, open_session, run_session
 from audit.capture.single_session import Session, captured_batch, inputs_of
 from audit.capture.windows import probe_windows
@@ -80,22 +81,29 @@ def _by_method(sessions: Sequence[AnySession], window: Sequence[Encoded]) -> lis
 
 
 def _share_passes(sessions: Sequence[Session], window: Sequence[Encoded]) -> list[list[Captured]]:
-    first = sessions[0]
+    first, scratch = sessions[0], Scratch()
     found: list[dict[int, Captured]] = [{} for _ in sessions]
     for indices in first.batches(window):
         batch = [window[i] for i in indices]
-        folds, outputs = _shared_pass(sessions, batch)
+        folds, outputs = _shared_pass(sessions, batch, scratch)
         for session, fold, one in zip(sessions, folds, found, strict=True):
             one.update(zip(indices, captured_batch(session, batch, fold, outputs), strict=True))
     return [[one[i] for i in range(len(window))] for one in found]
 
 
-def _shared_pass(sessions: Sequence[Session], batch: Sequence[Encoded]) -> tuple[list[BatchFold], Any]:
+def _shared_pass(
+    sessions: Sequence[Session], batch: Sequence[Encoded], scratch: Scratch
+) -> tuple[list[BatchFold], Any]:
     first, tensors = sessions[0], stack(batch)
     read, valid = inputs_of(first, batch, tensors)
     folds = [weight_fold(one.fold)(one.fold, read, valid) for one in sessions]  # type: ignore[misc]
     outputs = fold_batch(
-        first.checkpoint.model, first.plan, tensors, _Folds(folds), keep_logits=first.keep_logits
+        first.checkpoint.model,
+        first.plan,
+        tensors,
+        _Folds(folds),
+        keep_logits=first.keep_logits,
+        scratch=scratch,
     )
     return folds, outputs
 

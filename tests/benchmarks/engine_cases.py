@@ -21,6 +21,7 @@ from audit.capture.passes import exclusive, fold_batch, run_model
 from audit.capture.region_forward import RegionFold, region_batch
 from audit.capture.row_backward import row_batch
 from audit.capture.row_fold import RowFold, row_fold_batch
+from audit.capture.scratch import Scratch
 from audit.capture.settings import FoldSettings
 from audit.methods.gradient import gradient_map, gradient_rollout
 from audit.records import Checkpoint, CheckpointInfo, Positions, Probe
@@ -89,7 +90,7 @@ def eager(one: Subject) -> Tensor:
 
 def streaming(one: Subject) -> Tensor:
     fold = BatchFold(FoldSettings(), one.read, one.valid)
-    fold_batch(one.model, one.plan, one.tensors, fold)
+    fold_batch(one.model, one.plan, one.tensors, fold, scratch=Scratch())
     return fold.final_row()
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from audit.capture.scratch import Scratch
 from audit.capture.weights import attention_weights, with_sink
 
 
@@ -79,3 +80,28 @@ def test_attention_weights_of_a_row_without_keys_are_zero_and_nan_stays_nan() ->
     assert bool((weights[0, :, 2] == 0).all())
     assert bool(weights[1, 0, 0].isnan().all())
     assert bool(weights[0].isfinite().all())
+
+
+@pytest.mark.parametrize("masked", ["none", "causal", "bool", "additive"])
+@pytest.mark.parametrize("key_heads", [4, 2, 1])
+def test_weights_in_lent_memory_are_the_same(masked: str, key_heads: int) -> None:
+    allowed = torch.ones(2, 1, 5, 5, dtype=torch.bool)
+    allowed[0, ..., 3:] = False
+    allowed[1, 0, 2] = False  # a row without keys
+    hidden = torch.zeros(2, 1, 5, 5).masked_fill(~allowed, float("-inf"))
+    mask = {"bool": allowed, "additive": hidden}.get(masked)
+    scratch = Scratch()
+    for n in (5, 3):  # the larger call first: the smaller one takes part of its room
+        query, key, _ = tensors(key_heads=key_heads, n=n, seed=n)
+        part = None if mask is None else mask[..., :n, :n]
+        expected = attention_weights(query, key, part, scaling=0.3, is_causal=masked == "causal")
+        found = scratch.weights(query, key, part, scaling=0.3, is_causal=masked == "causal")
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
+
+
+def test_lent_memory_is_used_again_and_half_precision_gives_float32() -> None:
+    query, key, _ = (t.to(torch.bfloat16) for t in tensors())
+    scratch = Scratch()
+    first = scratch.weights(query, key)
+    torch.testing.assert_close(first, attention_weights(query, key))
+    assert scratch.weights(query, key).data_ptr() == first.data_ptr()
