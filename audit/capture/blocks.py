@@ -40,7 +40,9 @@ class Block:
     second : str or None
         Post-norm only: the norm after the feed-forward block.
     scale : str or None
-        A learned factor for each dimension between projection and sum.
+        A module with a learned factor for each dimension between projection and sum.
+    factor : str or None
+        The same as a parameter of the layer itself.
     """
 
     layer: str
@@ -49,6 +51,7 @@ class Block:
     post: bool
     second: str | None = None
     scale: str | None = None
+    factor: str | None = None
 
 
 class _Trace(NamedTuple):
@@ -57,7 +60,12 @@ class _Trace(NamedTuple):
 
 
 def find_blocks(
-    model: nn.Module, plan: CapturePlan, tensors: Mapping[str, Tensor], *, keep_logits: bool = False
+    model: nn.Module,
+    plan: CapturePlan,
+    tensors: Mapping[str, Tensor],
+    *,
+    keep_logits: bool = False,
+    slots: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Block]:
     """Return the block of each attention layer.
 
@@ -68,6 +76,8 @@ def find_blocks(
     tensors : mapping
         One probe.
     keep_logits : bool
+    slots : mapping of attention path to int Tensor (window, row), optional
+        Of layers that attend within windows: which position each row is, negative at padding.
 
     Returns
     -------
@@ -93,7 +103,11 @@ def find_blocks(
         torch.no_grad(),
     ):
         run_model(model, tensors, attentions=plan.has_hooks, keep_logits=keep_logits)
-    return {path: _block(path, around[path], calls[path], modules, traces) for path in around}
+    places = slots or {}
+    return {
+        path: _block(path, around[path], calls[path], modules, traces, slots=places.get(path))
+        for path in around
+    }
 
 
 def _enclosing(path: str) -> str:
@@ -143,7 +157,13 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def _block(
-    path: str, layer: str, call: AttentionCall, modules: Mapping[str, nn.Module], traces: Mapping[str, _Trace]
+    path: str,
+    layer: str,
+    call: AttentionCall,
+    modules: Mapping[str, nn.Module],
+    traces: Mapping[str, _Trace],
+    *,
+    slots: Tensor | None,
 ) -> Block:
     context = call.output.flatten(2)
     inside = [p for p in traces if p.startswith(f"{layer}.")]
@@ -151,20 +171,49 @@ def _block(
     projection = next((p for p in linear if same(traces[p].taken, context)), None)
     if projection is None or layer not in traces or call.value is None:
         raise _unknown(path, modules[path], "its output projection or its values cannot be found")
-    residual, added = traces[layer].taken, traces[projection].given
+    residual, added = traces[layer].taken, in_order(traces[projection].given, slots, traces[layer].taken)
     scaled = [p for p in inside if hasattr(modules[p], "lambda1") and same(traces[p].taken, added)]
     added = traces[scaled[0]].given if scaled else added
     norms = [p for p in inside if "norm" in type(modules[p]).__name__.lower()]
-    norm = next((p for p in norms if same(traces[p].taken, residual + added)), None)
+    norm, factor = _sum_norm(modules[layer], residual, added, {p: traces[p].taken for p in norms})
     own = next((traces[p].taken for p in linear if p.startswith(f"{path}.")), None)
     if norm is None or own is None:
         raise _unknown(path, modules[path], "no norm takes the sum of residual and attention")
+    own = in_order(own, slots, residual)
     post = same(own, residual)
     if not post and not any(same(own, traces[p].given) and same(traces[p].taken, residual) for p in norms):
         raise _unknown(path, modules[path], "it takes neither the residual nor its norm")
     after = [p for p in norms if p != norm and same(traces[p].given, traces[layer].given)]
     second = after[0] if post and after else None
-    return Block(layer, projection, norm, post, second, scaled[0] if scaled else None)
+    factor = None if factor is None else f"{layer}.{factor}"
+    return Block(layer, projection, norm, post, second, scaled[0] if scaled else None, factor)
+
+
+def in_order(windows: Tensor, slots: Tensor | None, like: Tensor) -> Tensor:
+    """Return vectors of windows (window, row, dim) in the order of the positions, shaped as `like`.
+
+    Without `slots` they are in that order already.
+    """
+    if slots is None:
+        return windows
+    known = slots.flatten() >= 0
+    ordered = windows.new_zeros(like.shape).flatten(0, -2)
+    ordered[slots.flatten()[known]] = windows.flatten(0, -2)[known]
+    return ordered.reshape(like.shape)
+
+
+def _sum_norm(
+    layer: nn.Module, residual: Tensor, added: Tensor, taken: Mapping[str, Tensor]
+) -> tuple[str | None, str | None]:
+    """Return the norm that takes residual + attention, and which factor of the layer scales the attention."""
+    if residual.shape[-1] != added.shape[-1] or residual.numel() != added.numel():
+        return None, None
+    added = added.reshape(residual.shape)
+    width = residual.shape[-1:]
+    own = [(name, x) for name, x in layer.named_parameters(recurse=False) if x.shape == width]
+    sums = [(None, residual + added), *((name, residual + x.detach() * added) for name, x in own)]
+    found = ((path, name) for name, total in sums for path, x in taken.items() if same(x, total))
+    return next(found, (None, None))
 
 
 def _unknown(path: str, module: nn.Module, why: str) -> CaptureError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +19,7 @@ from audit.capture.inputs import core_model
 from audit.capture.interface import AttentionCall, KernelCall, Replacing, interface_capture
 from audit.capture.layers import CapturePlan, expected_calls
 from audit.capture.passes import exclusive, run_model, watched
+from audit.capture.settings import MEASURED, FoldSettings
 from audit.capture.threads import own_thread
 from audit.errors import CaptureError
 from audit.methods.rollout import measured_residual
@@ -36,32 +37,56 @@ BLOCK_ENTRIES = 2**23
 
 
 @dataclass
-class _Layer:
-    """What is known of the layer that is running."""
+class LayerParts:
+    """What is known of the layer that is running: its input, attention, and what its norms take and give."""
 
-    hidden: Tensor | None = None
+    hidden: Tensor
     call: AttentionCall | None = None
     added: Tensor | None = None
     summed: Tensor | None = None
     normed: Tensor | None = None
     second: Tensor | None = None
 
+    def arranged(self, arrange: Callable[[Tensor], Tensor]) -> LayerParts:
+        """Return the same with every tensor of the layer passed through `arrange`."""
+        found = replace(self)
+        for name in ("hidden", "added", "summed", "normed", "second"):
+            part = getattr(self, name)
+            setattr(found, name, None if part is None else arrange(part))
+        return found
 
-class _Watch:
-    """Collects one layer's pieces and folds them when the layer ends; holds one layer at a time."""
+    def residual(self) -> Tensor:
+        """Return the measured weight of the residual: (batch, query)."""
+        if self.added is None:
+            raise CaptureError("a layer ended without attention; use the method rollout")
+        return measured_residual(self.hidden, self.added)
 
-    def __init__(self, model: nn.Module, blocks: Mapping[str, Block], fold: BatchFold, verify: bool) -> None:
-        self.modules, self.blocks, self.fold, self.verify = dict(model.named_modules()), blocks, fold, verify
-        self.current = _Layer()
 
-    def receive(self, call: AttentionCall) -> None:
-        check_rows(call, self.fold.valid)
-        if self.verify:
-            check_values(call, self.fold.valid)
-        self.current.call = call
+class LayerWatch:
+    """Collects one layer's pieces and hands them to :meth:`take` when it ends; holds one layer at a time."""
+
+    def __init__(
+        self, model: nn.Module, blocks: Mapping[str, Block], settings: FoldSettings, verify: bool
+    ) -> None:
+        self.modules, self.blocks = dict(model.named_modules()), blocks
+        self.factors = {
+            block.factor: model.get_parameter(block.factor) for block in blocks.values() if block.factor
+        }
+        self.settings, self.verify = settings, verify
+        self.current: LayerParts | None = None
+
+    def take(self, found: LayerParts, call: AttentionCall, block: Block) -> None:
+        """Take a layer that has ended."""
+        raise NotImplementedError
+
+    def note(self, call: AttentionCall) -> None:
+        """Note the attention of the layer that is running."""
+        if self.current is not None:
+            self.current.call = call
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
+        """Watch the layers while the model runs."""
         with ExitStack() as stack:
             for block in dict.fromkeys(self.blocks.values()):
                 layer = self.modules[block.layer]
@@ -80,55 +105,56 @@ class _Watch:
 
     def _keep(self, stack: ExitStack, path: str, name: str, *, output: bool = False) -> None:
         def hook(_module: nn.Module, args: Any, kwargs: Any, given: Any) -> None:
-            setattr(self.current, name, first_output(given) if output else first_input(args, kwargs))
+            if self.current is not None:
+                setattr(self.current, name, first_output(given) if output else first_input(args, kwargs))
 
         stack.callback(self.modules[path].register_forward_hook(own_thread(hook), with_kwargs=True).remove)
 
     def _begin(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.current = _Layer(hidden=first_input(args, kwargs))
+        hidden = first_input(args, kwargs)
+        self.current = None if hidden is None else LayerParts(hidden)
 
     def _end(self, _module: nn.Module, _args: Any, _output: Any) -> None:
-        found, self.current = self.current, _Layer()
-        if found.call is None or found.hidden is None or found.added is None:
+        found, self.current = self.current, None
+        if found is None or found.call is None or found.added is None:
             raise CaptureError("a layer ended without attention; use the method rollout")
-        for name in ("added", "summed", "normed", "second"):
-            part = getattr(found, name)
-            if part is not None:
-                setattr(found, name, part.reshape(found.hidden.shape))
-        block, fold = self.blocks[found.call.path], self.fold
-        if fold.settings.residual == "measured":
-            fold.fold(
-                found.call.weights,
-                sink=found.call.sink,
-                residual=measured_residual(found.hidden, found.added),
-            )
-        else:
-            fold.note_causal(found.call.weights)
-            fold.push(self._contributions(found, found.call, block))
+        block = self.blocks[found.call.path]
+        if block.factor is not None:
+            found.added = found.added * self.factors[block.factor].detach()
+        self.take(found, found.call, block)
 
-    def _contributions(self, found: _Layer, call: AttentionCall, block: Block) -> Tensor:
-        """Return one layer's contributions (batch, query, key), row-normalised."""
-        valid = self.fold.valid
+    def split(self, found: LayerParts, call: AttentionCall, block: Block, valid: Tensor) -> Tensor:
+        """Return one layer's contributions (batch, query, key), row-normalised; a row may have no mass.
+
+        Parameters
+        ----------
+        found : LayerParts
+            Of shape (batch, query, dim), in the order of the call.
+        call : AttentionCall
+        block : Block
+        valid : bool Tensor (batch, query)
+            Which queries are no pads. Where there are more keys, the queries are the last of them.
+        """
+        keys = call.weights.shape[-1] - call.sink
         batch, length = valid.shape
         dim = projection_weight(self.modules[block.projection], call.weights.shape[1]).shape[-1]
-        size = max(1, min(length, BLOCK_ENTRIES // (batch * length * dim)))
+        size = max(1, min(length, BLOCK_ENTRIES // (batch * keys * dim)))
         parts = [
-            self._rows(found, call, block, slice(start, min(start + size, length)))
+            self._rows(found, call, block, slice(start, min(start + size, length)), valid)
             for start in range(0, length, size)
         ]
-        matrix, empty = identity_where_empty(torch.cat(parts, dim=1))
-        self.fold.empty_rows += empty
-        eye = torch.eye(length, dtype=matrix.dtype, device=matrix.device)
-        return torch.where(valid[:, :, None], matrix, eye)
+        return torch.cat(parts, dim=1)
 
-    def _rows(self, found: _Layer, call: AttentionCall, block: Block, rows: slice) -> Tensor:
+    def _rows(
+        self, found: LayerParts, call: AttentionCall, block: Block, rows: slice, valid: Tensor
+    ) -> Tensor:
         """Return the contributions to a block of queries."""
-        vectors, constant, output = self._vectors(found, call, block, rows)
+        vectors, constant, output = self._vectors(found, call, block, rows, valid.shape[1])
         if self.verify:
-            _check_sum(call, vectors.sum(2) + constant, output, self.fold.valid[:, rows])
-        if self.fold.settings.method == "alti":
+            _check_sum(call, vectors.sum(2) + constant, output, valid[:, rows])
+        if self.settings.method == "alti":
             return alti_contributions(vectors, output.to(vectors.dtype))
-        if self.fold.settings.method == "globenc":
+        if self.settings.method == "globenc":
             if block.second is None or found.second is None:
                 raise CaptureError(
                     f"attention layer {call.path}: no layer norm follows its feed-forward block, so globenc "
@@ -139,25 +165,19 @@ class _Watch:
         return norm_contributions(vectors)
 
     def _vectors(
-        self, found: _Layer, call: AttentionCall, block: Block, rows: slice
+        self, found: LayerParts, call: AttentionCall, block: Block, rows: slice, queries: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the vectors of a block of queries, what no key adds, and what they sum to."""
-        if call.value is None or found.hidden is None or found.summed is None or found.normed is None:
+        if call.value is None or found.summed is None or found.normed is None:
             raise CaptureError(f"attention layer {call.path}: a part of its block did not run")
         heads, length = call.weights.shape[1], call.value.shape[2]
-        projection = self.modules[block.projection]
-        weight = projection_weight(projection, heads)
-        bias = getattr(projection, "bias", None)
-        constant = torch.zeros_like(weight[0, 0]) if bias is None else bias.detach().to(weight.dtype)
-        if block.scale is not None:
-            factor = self.modules[block.scale].lambda1.detach().to(weight.dtype)
-            weight, constant = weight * factor, constant * factor
+        weight, constant = self._projected(block, heads)
         vectors = transformed_vectors(
             call.weights[:, :, rows, :length].to(weight.dtype),
             call.value.to(weight.dtype).repeat_interleave(heads // call.value.shape[1], dim=1),
             weight,
             found.hidden[:, rows].to(weight.dtype),
-            query_offset=rows.start,
+            query_offset=rows.start + length - queries,
         )
         if not block.post:
             return vectors, constant, found.summed[:, rows]
@@ -167,6 +187,48 @@ class _Watch:
         free = linearized_layer_norm(free, norm.weight, deviation)[:, :, 0]
         vectors = linearized_layer_norm(vectors, norm.weight, deviation)
         return vectors, free if norm.bias is None else free + norm.bias, found.normed[:, rows]
+
+    def _projected(self, block: Block, heads: int) -> tuple[Tensor, Tensor]:
+        """Return the output projection by heads and its bias, with the learned factor that follows it."""
+        projection = self.modules[block.projection]
+        weight = projection_weight(projection, heads)
+        bias = getattr(projection, "bias", None)
+        constant = torch.zeros_like(weight[0, 0]) if bias is None else bias.detach().to(weight.dtype)
+        if block.scale is not None:
+            factor = self.modules[block.scale].lambda1
+        elif block.factor is not None:
+            factor = self.factors[block.factor]
+        else:
+            return weight, constant
+        factor = factor.detach().to(weight.dtype)
+        return weight * factor, constant * factor
+
+
+class _Watch(LayerWatch):
+    """Folds each layer of one stack when it ends."""
+
+    def __init__(self, model: nn.Module, blocks: Mapping[str, Block], fold: BatchFold, verify: bool) -> None:
+        super().__init__(model, blocks, fold.settings, verify)
+        self.fold = fold
+
+    def receive(self, call: AttentionCall) -> None:
+        check_rows(call, self.fold.valid)
+        if self.verify:
+            check_values(call, self.fold.valid)
+        self.note(call)
+
+    def take(self, found: LayerParts, call: AttentionCall, block: Block) -> None:
+        """Fold the layer by its contributions, or by its attention with the measured residual."""
+        fold = self.fold
+        found = found.arranged(lambda part: part.reshape(found.hidden.shape))
+        if fold.settings.residual == MEASURED:
+            fold.fold(call.weights, sink=call.sink, residual=found.residual())
+            return
+        fold.note_causal(call.weights)
+        matrix, empty = identity_where_empty(self.split(found, call, block, fold.valid))
+        fold.empty_rows += empty
+        eye = torch.eye(matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
+        fold.push(torch.where(fold.valid[:, :, None], matrix, eye))
 
 
 def _layer_norm(module: nn.Module, path: str) -> nn.LayerNorm:
