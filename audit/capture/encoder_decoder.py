@@ -81,11 +81,23 @@ class CrossFold:
 
     def push_self(self, step: Tensor) -> None:
         """Take a decoder layer's matrix (batch, t, t), its residual already in it."""
-        self.causal &= (step.triu(1) == 0).flatten(1).all(dim=1)
+        self.note_causal(step)
         source, prefix = self.state()
         self._state = step.to(source.dtype) @ source, step.to(prefix.dtype) @ prefix
         self._note()
         self._open = True
+
+    def note_causal(self, weights: Tensor) -> None:
+        """Note which probes have a step that attends to a later one; `weights` ends in (query, key)."""
+        self.causal &= (weights.triu(1) == 0).flatten(1).all(dim=1)
+
+    def begin_block(self) -> None:
+        """Say that what comes is of another block than what came, where not every block has both kinds."""
+        self._open = False
+
+    def leave_block(self) -> None:
+        """Take a block as the identity."""
+        self._note()
 
     def push_cross(self, part: Tensor, kept: Tensor | float) -> None:
         """Take what a cross block draws on the encoder's output (batch, t, s) and keeps of itself (batch, t).
@@ -146,7 +158,8 @@ class CrossFold:
         index = self.settings.layer
         if not -len(self.rows) <= index < len(self.rows):
             raise ConfigError(
-                f"[method] layer = {index}, but the decoder has {len(self.rows)} layers; mend it"
+                f"[method] layer = {index}, but {len(self.rows)} layers of the decoder attend to the source; "
+                "mend it"
             )
         return index % len(self.rows)
 
@@ -180,12 +193,13 @@ class RawCross(CrossFold):
     def take_self(self, weights: Tensor, residual: Tensor | None = None) -> None:  # noqa: ARG002
         """Take self-attention of the decoder."""
         fused = self.fused(weights)
-        self.causal &= (fused.triu(1) == 0).flatten(1).all(dim=1)
+        self.note_causal(fused)
         self._own = self.read_rows(fused)
 
     def take_cross(self, weights: Tensor, residual: Tensor | None = None) -> None:  # noqa: ARG002
-        """Take cross-attention."""
-        self.rows.append((self.read_rows(self.fused(weights, cross=True)), self._own))
+        """Take cross-attention; beside it stands the self-attention nearest below, nothing without one."""
+        own = getattr(self, "_own", torch.zeros_like(self.read))
+        self.rows.append((self.read_rows(self.fused(weights, cross=True)), own))
 
     def streams(self) -> tuple[StreamRows, StreamRows]:
         """Return the rows of the layer that is read."""
@@ -194,6 +208,12 @@ class RawCross(CrossFold):
 
 class HeadCross(CrossFold):
     """Rows of each head of the cross-attention over everything merged below it."""
+
+    def push_self(self, step: Tensor) -> None:
+        """Take a decoder layer's matrix; rows are those of cross-attention alone."""
+        super().push_self(step)
+        self.rows.pop()
+        self._open = False
 
     def take_cross(self, weights: Tensor, residual: Tensor | None = None) -> None:
         """Take cross-attention."""
@@ -237,7 +257,7 @@ class FlowCross(CrossFold):
 
     def push_self(self, step: Tensor) -> None:
         """Take a decoder layer's matrix."""
-        self.causal &= (step.triu(1) == 0).flatten(1).all(dim=1)
+        self.note_causal(step)
         self.joint.add(step, second=step)
 
     def push_cross(self, part: Tensor, kept: Tensor | float) -> None:

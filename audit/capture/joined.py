@@ -14,7 +14,8 @@ from audit.capture.engine import BatchFold
 from audit.capture.folds import PerHeadFold
 from audit.capture.front import KEYS, Depth, Front
 from audit.capture.interface import AttentionCall
-from audit.capture.layers import AttentionLayer, CapturePlan
+from audit.capture.joined_cross import KeyedFold
+from audit.capture.layers import CapturePlan
 from audit.capture.origins import Origins, latent_count
 from audit.capture.passes import exclusive, run_model, watched
 from audit.capture.scores import Score
@@ -22,7 +23,6 @@ from audit.capture.settings import PER_HEAD, RAW, ROLLOUT, FoldSettings
 from audit.capture.windowed import Slots, spread_windows
 from audit.errors import CaptureError
 from audit.methods.fusion import fuse_heads
-from audit.methods.rollout import add_residual
 
 
 @dataclass
@@ -50,25 +50,27 @@ class JoinedFold:
     read: Tensor
     verify: bool = False
     slots: Slots = field(default_factory=dict)
-    folds: dict[str, BatchFold] = field(init=False)
+    folds: dict[str, BatchFold | KeyedFold] = field(init=False)
     states: dict[Depth, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         last, below = self.plan.stacks[-1], replace(self.settings, method=ROLLOUT, start_layer=0)
         self.folds = {stack: BatchFold(below, *self._rows(stack)) for stack in self.plan.stacks}
-        kind = PerHeadFold if self.settings.method == PER_HEAD else BatchFold
-        self.folds[last] = kind(self.settings, *self._rows(last))
+        self.folds[last] = self._last(last)
         self.targets: dict[str, Score] = {}
         self._layers = {layer.path: layer for layer in self.plan.layers}
-        self._block = ""
+
+    def _last(self, stack: str) -> BatchFold | KeyedFold:
+        """Return the fold of the stack whose rows are read."""
+        if KEYS in self.front.sizes:
+            keys = self.front.sizes[KEYS][0] * self.front.sizes[KEYS][1]
+            return KeyedFold(self.plan, self.settings, self.read, keys, verify=self.verify)
+        kind = PerHeadFold if self.settings.method == PER_HEAD else BatchFold
+        return kind(self.settings, *self._rows(stack))
 
     def _rows(self, stack: str) -> tuple[Tensor, Tensor]:
         """Return what is read of a stack and which of its positions are no pads: all."""
         sequences, length = self.front.sizes[stack]
-        if stack == self.plan.stacks[-1] and KEYS in self.front.sizes:
-            keys = self.front.sizes[KEYS][0] * self.front.sizes[KEYS][1]
-            read = torch.nn.functional.pad(self.read, (0, keys))
-            return read, torch.ones_like(read, dtype=torch.bool)
         if stack in self.front.contexts:
             length += self.front.contexts[stack][1]
         valid = torch.ones(sequences, length, dtype=torch.bool, device=self.read.device)
@@ -78,8 +80,8 @@ class JoinedFold:
         """Take the attention of one layer."""
         layer = self._layers[call.path]
         stack, fold = layer.stack, self.folds[layer.stack]
-        if KEYS in self.front.sizes and stack == self.plan.stacks[-1]:
-            self._beside_keys(call, layer, fold)
+        if isinstance(fold, KeyedFold):
+            fold.receive(call, layer)
             return
         if stack in self.front.contexts:
             self._latents(call, stack, fold)
@@ -118,35 +120,6 @@ class JoinedFold:
     def _keep(self, stack: str, fold: BatchFold) -> None:
         if (stack, fold.layer) in self.front.depths and fold.matrix is not None:
             self.states[stack, fold.layer] = fold.matrix
-
-    def _beside_keys(self, call: AttentionCall, layer: AttentionLayer, fold: BatchFold) -> None:
-        """Take a layer of a stack that also attends to keys: they stand behind its positions, unchanged.
-
-        S ← ÃS, D ← ÃD for self-attention; S ← βS + (1 − β)·C, D ← βD for cross-attention, as one matrix
-        over positions and keys (:func:`audit.methods.encoder_decoder_rollout`).
-        """
-        n, total = self.read.shape[1], fold.read.shape[1]
-        own, keys = fold.valid[:, :n], fold.valid[:, n:]
-        cross = layer.kind == "cross"
-        check_rows(call, own, keys if cross else None)
-        if self.verify:
-            check_values(call, own)
-        rho = self.settings.residual_of(0)
-        weights = call.weights.detach()
-        step = torch.eye(
-            total, dtype=torch.promote_types(weights.dtype, torch.float32), device=weights.device
-        )
-        if cross:
-            fused = fuse_heads(weights, query_offset=None, **self.settings.fusion)
-            step[:n, :n] *= rho
-            step[:n, n:] = (1 - rho) * fused[0]
-        else:
-            fold.note_causal(weights)
-            step[:n, :n] = add_residual(fuse_heads(weights, **self.settings.fusion), rho)[0]
-        fold.push(step[None])
-        if cross and self._block == layer.block:  # one row for each block
-            fold.rows.pop(-2)
-        self._block = layer.block
 
     def origins(self) -> Tensor:
         """Return which image positions each position of the last stack stands for; see :class:`Origins`."""

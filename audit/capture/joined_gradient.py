@@ -12,15 +12,17 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from audit.capture.check import check_counts
-from audit.capture.front import Depth, Front
+from audit.capture.front import KEYS, Depth, Front
 from audit.capture.gradient import _attend, _detached, _hooked
 from audit.capture.hooks import counted_calls, hook_capture
 from audit.capture.inputs import Encoded, core_model
 from audit.capture.interface import AttentionCall, KernelCall, Replacing, interface_capture
+from audit.capture.joined_cross import crossed_relevance
 from audit.capture.layers import CapturePlan
 from audit.capture.origins import Origins, latent_count
 from audit.capture.pair_gradient import stack_leaves
@@ -30,6 +32,7 @@ from audit.capture.settings import FoldSettings
 from audit.capture.targets import resolve_targets, target_scores
 from audit.capture.windowed import Slots, spread_windows
 from audit.errors import CaptureError
+from audit.methods._arrays import normalize_rows
 from audit.methods.gradient import gradient_row_step, product_step, relevance_step, weigh_by_gradient
 from audit.records import Checkpoint
 
@@ -44,7 +47,8 @@ class JoinedRelevance:
 
     with E the tower's R up to what the connector reads. Where each position stands for one patch this is
     the self rule of one stack whose lower layers leave the text alone. In the relevance form the identity,
-    r·C over the image and r over the text, is taken off.
+    r·C over the image and r over the text, is taken off. A stack whose blocks attend to the image goes by the
+    rules of an encoder-decoder instead: see :func:`audit.capture.joined_cross.crossed_relevance`.
 
     Parameters
     ----------
@@ -73,6 +77,30 @@ class JoinedRelevance:
         self._weighted: dict[str, dict[int, Tensor]] = {stack: {} for stack in plan.stacks}
         self._left: list[int] = []
         self._later = False
+        self._crossed = {layer.path for layer in plan.layers if layer.kind == "cross"}
+        self._last: dict[int, Tensor] = {}
+
+    @property
+    def apart(self) -> bool:
+        """Return whether the relevances of image and text have no common scale."""
+        return KEYS in self.front.sizes
+
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """Return the stacks whose inputs the gradient is taken by, so that backward passes every layer.
+
+        Raises
+        ------
+        CaptureError
+            When an image reaches the last stack in two ways.
+        """
+        first, last = self.plan.stacks[0], self.plan.stacks[-1]
+        if self.apart and self.front.sources[last]:
+            raise CaptureError(
+                f"the image enters {last} both among its positions and by cross-attention, for which no rule "
+                "of relevance is known; use the method rollout"
+            )
+        return (first, last) if self.apart else (first,)
 
     # --- what backward gives ------------------------------------------------------------------
 
@@ -87,6 +115,8 @@ class JoinedRelevance:
         sequences, length = self.front.sizes[stack]
         shape = tuple(self.slots[path].shape) if path in self.slots else (sequences, length)
         valid = torch.ones(shape, dtype=torch.bool, device=self.read.device)
+        if path in self._crossed:
+            return valid, valid.new_ones(1, int(np.prod(self.front.sizes[KEYS])))
         if stack not in self.front.contexts:
             return valid, None
         beside = self.front.contexts[stack][1]
@@ -112,6 +142,10 @@ class JoinedRelevance:
         """Take the layer's blocks together; the last stack's are folded into its row at once."""
         path, stack, index = self.order[layer]
         weighted = self._square(path, torch.cat(self._blocks, dim=1).double())
+        if self.apart and stack == self.plan.stacks[-1]:  # a cross step needs what lies below it
+            self._last[index] = weighted
+            self.causal &= path in self._crossed or not self._later
+            return
         if stack != self.plan.stacks[-1]:
             self._weighted[stack][index] = weighted
             return
@@ -160,22 +194,36 @@ class JoinedRelevance:
             When gradients did not reach every layer.
         """
         last = self.plan.stacks[-1]
-        if len(self._left) != self._count(last):
-            raise self._unreached(last, len(self._left), self._count(last))
-        return self._vector[0]
+        reached = len(self._last) if self.apart else len(self._left)
+        if reached != self._count(last):
+            raise self._unreached(last, reached, self._count(last))
+        return self._crossed_row() if self.apart else self._vector[0]
+
+    def _crossed_row(self) -> Tensor:
+        """Return the row over a stack's positions, and over the keys behind them; each part by itself."""
+        crossed = [path in self._crossed for path, stack, _ in self.order if stack == self.plan.stacks[-1]]
+        layers = [(crossed[index], self._last[index]) for index in sorted(self._last)]
+        return crossed_relevance(layers, self.read, int(np.prod(self.front.sizes[KEYS])))
 
     def image(self, rows: Tensor) -> Tensor:
         """Return the row over the last stack as a row over the positions of the image."""
         origins = self.origins()
-        if not self.relevance:
+        if self.apart or not self.relevance:
             return rows @ origins
         read = self.read[0]
-        own = Origins(self.plan.stacks, self.front, self.read.device).matrix()
-        return rows @ origins + read @ (origins - own)
+        return rows @ origins + read @ (origins - self._own())
 
     def origins(self) -> Tensor:
-        """Return how each position of the last stack draws on the image; see :class:`Origins`."""
-        return Origins(self.plan.stacks, self.front, self.read.device, self._states()).matrix()
+        """Return how each position of the last stack draws on the image; see :class:`Origins`.
+
+        Keys of cross-attention with their relevance normalised, as the rules of a cross step have it.
+        """
+        whole = Origins(self.plan.stacks, self.front, self.read.device, self._states()).matrix()
+        return normalize_rows(whole - self._own()) + self._own() if self.apart else whole
+
+    def _own(self) -> Tensor:
+        """Return which parts of the image each position of the last stack stands for."""
+        return Origins(self.plan.stacks, self.front, self.read.device).matrix()
 
     def _states(self) -> Mapping[Depth, Tensor]:
         step = relevance_step if self.relevance else product_step
@@ -197,8 +245,12 @@ class JoinedRelevance:
         )
 
     def diagnostics(self) -> dict[str, float]:
-        """Return ``relevance``, the sum of the row over the last stack."""
-        return {"relevance": float(self._vector.sum())}
+        """Return ``relevance``, the sum of the row over the last stack; each part's by itself if apart."""
+        if not self.apart:
+            return {"relevance": float(self._vector.sum())}
+        row, own = self.row(), self.read.shape[1]
+        image = self.image(row[None])
+        return {"relevance_text": float(row[:own].sum()), "relevance_image": float(image.sum())}
 
 
 def relevance_joined(
@@ -241,14 +293,14 @@ def relevance_joined(
 
     with exclusive(model, plan.configs), torch.enable_grad(), ExitStack() as stack:
         called = stack.enter_context(counted_calls(plan.modules()))
-        leaves = stack.enter_context(stack_leaves(core_model(model), plan.stacks[:1]))
+        leaves = stack.enter_context(stack_leaves(core_model(model), fold.entries))
         stack.enter_context(interface_capture(plan.modules("interface"), plan.configs, Replacing(attend)))
         stack.enter_context(hook_capture(plan.modules("hook"), hooked))
         outputs = run_model(model, item.tensors, attentions=plan.has_hooks, keep_logits=True)
         check_counts(plan, called, seen, None)
         fold.targets, score = explained(checkpoint, item, outputs, fold.read, wanted)
         check_differentiable(score, outputs)
-        torch.autograd.grad(score, leaves[plan.stacks[0]], allow_unused=True)
+        torch.autograd.grad(score, list(leaves.values()), allow_unused=True)
     return _detached(outputs)
 
 

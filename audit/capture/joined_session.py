@@ -286,7 +286,9 @@ def _captured(session: JoinedSession, run: _Run) -> Captured:
     prediction = predictions(session.reader, [run.item], run.outputs, wanted, index)[0]
     image, order = _image_positions(session, run)
     seen, words = fold.image(rows).cpu().numpy()[:, order], rows.cpu().numpy()[:, ~is_image]
-    if session.fold.needs_target:  # relevance has no sum of its own
+    if isinstance(fold, JoinedRelevance) and fold.apart:  # two relevances without a common scale
+        seen, words = (part / max(float(part.sum()), np.finfo(np.float64).tiny) for part in (seen, words))
+    elif session.fold.needs_target:  # relevance has no sum of its own
         total = max(float(seen.sum() + words.sum()), np.finfo(np.float64).tiny)
         seen, words = seen / total, words / total
     text = taken_positions(run.item.positions, np.flatnonzero(~is_image))

@@ -8,8 +8,6 @@ from audit.capture.settings import (
     ATTRIBUTION,
     GRADIENT,
     MEASURED,
-    PER_HEAD,
-    RAW,
     ROLLOUT,
     VALUE_AWARE,
     FoldSettings,
@@ -102,10 +100,11 @@ def check_joined_settings(settings: FoldSettings, plan: CapturePlan) -> None:
     """
     crossed = any(layer.kind == "cross" for layer in plan.layers)
     asked = f"name = {settings.method!r}"
-    if crossed and settings.method in (RAW, PER_HEAD, GRADIENT):
-        _refuse(asked, "blocks that attend to an image", "they have two attentions without a common scale")
-    if crossed and settings.start_layer:
-        _refuse("start_layer", "blocks that attend to an image", "they have two attentions each")
+    if crossed and settings.form == "product":
+        raise ConfigError(
+            "[method] form is not available for blocks that attend to an image: the product form is defined "
+            "for one stack of self-attention; use 'relevance'"
+        )
     if plan.pieces and settings.method == GRADIENT:
         _refuse(asked, "towers that attend in pieces", "backward takes each layer as one matrix")
     if len(plan.stacks) > 1:
