@@ -11,15 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from audit.capture.inputs import (
-    Encoded,
-    _markers,
-    accepted_arguments,
-    position_limit,
-    text_tokenizer,
-)
+from audit.capture.inputs import Encoded, accepted_arguments
 from audit.capture.pictures import Picture, measured_picture
 from audit.capture.positions import Span, token_positions
+from audit.capture.texts import marker_ids, position_limit, text_tokenizer
 from audit.errors import CheckpointError, ProbeError
 from audit.media import load_image
 from audit.records import CaptureSettings, Checkpoint, Positions, Probe
@@ -206,7 +201,7 @@ def _text_positions(
     for start, end in seen.spans:
         inside = places[start:end][places[start:end] >= 0]
         spans.append(None if len(inside) == 0 else (int(inside[0]), int(inside[-1]) + 1))
-    markers = _markers(seen)
+    markers = marker_ids(seen)
     special = [span is None or i in markers for span, i in zip(spans, seen.tokens, strict=True)]
     parts = [-1 if span is None else 0 for span in spans]
     return token_positions(spans, parts, special, (contents,))

@@ -13,7 +13,8 @@ from scipy.ndimage import gaussian_filter
 from torch import Tensor
 
 from audit.capture.batches import length_batches, stack
-from audit.capture.inputs import Encoded, core_model, encode_image, encode_texts, text_tokenizer
+from audit.capture.cells import cells_of
+from audit.capture.inputs import Encoded, core_model, encode_image
 from audit.capture.passes import exclusive, run_model
 from audit.capture.predictions import (
     ANSWERS,
@@ -27,7 +28,9 @@ from audit.capture.predictions import (
 )
 from audit.capture.rows import OutputRow, decide_row, row_weights
 from audit.capture.scores import Score
+from audit.capture.sound import encode_sound
 from audit.capture.targets import TOKENS, class_logits, resolve_targets
+from audit.capture.texts import encode_texts, text_tokenizer
 from audit.errors import CheckpointError, ProbeError
 from audit.records import CaptureSettings, Checkpoint, Probe
 
@@ -69,7 +72,8 @@ def occlude(
 
     Text tokens with any weight in the region become the mask token (the unknown, pad or end token
     where there is none); special positions stay. Image patches are mixed, by their weight, with the
-    mean colour of the processed image, or with the image blurred.
+    mean colour of the processed image, or with the image blurred; frames of sound with silence (see
+    :mod:`audit.capture.sound`).
 
     Parameters
     ----------
@@ -100,7 +104,7 @@ def occlude(
     question, encoded = _ask(checkpoint, probes, targets, row, settings)
     name, replacement = replacement_token(checkpoint, encoded)
     scores = question.targets(encoded)
-    name = "blur" if replacement is None and fill == "blur" else name
+    name = "blur" if encoded and _blurs(encoded[0], fill) else name
     changed = [occluded(i, w, replacement, fill) for i, w in zip(encoded, region_weights, strict=True)]
     intact, without = question.values(encoded, scores), question.values(changed, scores)
     found = []
@@ -188,13 +192,15 @@ def _encode(checkpoint: Checkpoint, probes: Sequence[Probe], settings: CaptureSe
         )
     if all(probe.modality == "text" for probe in probes):
         return encode_texts(checkpoint, probes, settings)
-    return [encode_image(checkpoint, probe) for probe in probes]
+    encode = encode_sound if probes[0].modality == "audio" else encode_image
+    return [encode(checkpoint, probe) for probe in probes]
 
 
 def replacement_token(checkpoint: Checkpoint, encoded: Sequence[Encoded]) -> tuple[str, int | None]:
-    """Return the name and the id of what text is occluded with; None for images, which turn grey."""
-    if encoded and "pixel_values" in encoded[0].tensors:
-        return "mean colour", None
+    """Return the name and the id of what text is occluded with; images and sounds have no id."""
+    cells = cells_of(encoded[0]) if encoded else None
+    if cells is not None:
+        return cells.filling, None
     tokenizer = text_tokenizer(checkpoint)
     known = len(checkpoint.model.get_input_embeddings().weight)
     for name in ("mask", "unk", "pad", "eos"):
@@ -218,39 +224,29 @@ def occluded(
         )
     share = np.where(item.positions.special, 0.0, share)
     tensors = dict(item.tensors)
-    if replacement is None:
-        tensors["pixel_values"] = _mixed(item, share, fill)
-    else:
+    cells = cells_of(item)
+    if replacement is not None:
         ids = tensors["input_ids"].clone()
         ids[0, torch.from_numpy(share > 0)] = replacement
         tensors["input_ids"] = ids
+    elif cells is not None:
+        other = _blurred(item) if _blurs(item, fill) else None
+        tensors[cells.name] = cells.mixed(tensors[cells.name], share, other)
     return replace(item, tensors=tensors)
 
 
-def _mixed(item: Encoded, share: NDArray[np.float64], fill: Fill) -> Tensor:
-    """Mix patches with the image's mean colour, or with the blurred image, each by its share."""
+def _blurs(item: Encoded, fill: Fill) -> bool:
+    """Return whether the item is mixed with its own blur, which images alone have."""
+    return fill == "blur" and "pixel_values" in item.tensors
+
+
+def _blurred(item: Encoded) -> Tensor:
+    """Return an image under a Gaussian blur as wide as a patch."""
     pixels = item.tensors["pixel_values"]
     rows, columns = item.positions.grid or (1, 1)
-    start = first_patch(item)
-    patches = torch.from_numpy(share[start : start + rows * columns]).reshape(rows, columns)
-    height, width = pixels.shape[-2] // rows, pixels.shape[-1] // columns
-    mix = torch.zeros(pixels.shape[-2:], dtype=torch.float64)
-    whole = patches.repeat_interleave(height, 0).repeat_interleave(width, 1)
-    mix[: whole.shape[0], : whole.shape[1]] = whole
-    if fill == "blur":
-        spread = (*[0.0] * (pixels.dim() - 2), float(height), float(width))
-        other = torch.from_numpy(gaussian_filter(pixels.double().numpy(), spread, mode="nearest"))
-    else:
-        other = pixels.mean(dim=(-2, -1), keepdim=True)
-    return (pixels * (1 - mix) + other * mix).to(pixels.dtype)
-
-
-def first_patch(item: Encoded) -> int:
-    """Return the position of the first patch of an image."""
-    rows, columns = item.positions.grid or (1, 1)
-    leading = (len(item) - rows * columns) if item.positions.grid else 0
-    first = next((i for i in range(len(item)) if not item.positions.special[i]), leading)
-    return min(first, leading)
+    side = float(pixels.shape[-2] // rows), float(pixels.shape[-1] // columns)
+    spread = (*[0.0] * (pixels.dim() - 2), *side)
+    return torch.from_numpy(gaussian_filter(pixels.double().numpy(), spread, mode="nearest"))
 
 
 @dataclass(frozen=True)

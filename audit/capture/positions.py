@@ -26,9 +26,8 @@ def trim_span(text: str, start: int, end: int) -> Span:
     (2, 6)
     """
     piece = text[start:end]
-    if not piece.strip():
-        return start, end
-    return start + len(piece) - len(piece.lstrip()), end - len(piece) + len(piece.rstrip())
+    left, right = piece.lstrip(), piece.rstrip()
+    return (start + len(piece) - len(left), end - len(piece) + len(right)) if left else (start, end)
 
 
 def token_positions(
@@ -51,10 +50,14 @@ def token_positions(
         Spans without white space at their ends; -1 where there is none.
     """
     n = len(special)
-    starts, ends = np.full(n, -1, np.int32), np.full(n, -1, np.int32)
-    for i, (span, part) in enumerate(zip(spans or (), parts, strict=False)):
-        if span is not None and part >= 0:
-            starts[i], ends[i] = trim_span(texts[part], *span)
+    bounds = np.full((n, 2), -1, np.int32)
+    found = [
+        trim_span(texts[part], *span) if span is not None and part >= 0 else (-1, -1)
+        for span, part in zip(spans or (), parts, strict=False)
+    ]
+    if found:
+        bounds[: len(found)] = found
+    starts, ends = bounds.T.copy()
     return Positions(
         kind="token",
         special=np.asarray(special, np.bool_),

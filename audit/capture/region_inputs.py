@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from audit.capture.inputs import Encoded, encode_texts
+from audit.capture.inputs import Encoded
+from audit.capture.texts import encode_texts
 from audit.errors import ProbeError
 from audit.records import CaptureSettings, Checkpoint, Positions, Probe
 

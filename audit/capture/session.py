@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from audit.capture.engine import FoldSettings
-from audit.capture.inputs import Encoded, core_model, encode_texts, position_limit
+from audit.capture.inputs import Encoded, core_model
 from audit.capture.joined_session import JoinedSession, capture_joined, open_joined, verify_joined
 from audit.capture.layers import plan_capture
 from audit.capture.pair_session import PairSession, capture_pairs, verify_pairs
@@ -26,6 +26,7 @@ from audit.capture.single_session import (
     window_plan,
 )
 from audit.capture.strides import check_stride, merge_windows
+from audit.capture.texts import check_texts, position_limit
 from audit.capture.windows import has_two_towers, probe_windows
 from audit.records import Captured, CaptureSettings, Checkpoint, Method, Probe
 
@@ -197,7 +198,7 @@ def check_probes(
     """Raise ProbeError where probes are too long for the checkpoint; run no forward pass."""
     texts = [probe for probe in probes if probe.text is not None or probe.messages is not None]
     if texts and (has_two_towers(checkpoint) or all(probe.image is None for probe in texts)):
-        encode_texts(checkpoint, texts, settings or CaptureSettings())
+        check_texts(checkpoint, texts, settings or CaptureSettings())
 
 
 DETERMINISM_PROBES = 16

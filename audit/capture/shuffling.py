@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from audit.capture.inputs import Encoded, core_model, encode_image, encode_texts
+from audit.capture.inputs import Encoded, core_model, encode_image
 from audit.capture.interface import config_locks
 from audit.capture.layers import plan_capture
 from audit.capture.passes import exclusive, run_model
+from audit.capture.texts import encode_texts
 from audit.capture.threads import own_thread
 from audit.errors import ProbeError
 from audit.records import CaptureSettings, Checkpoint, Probe

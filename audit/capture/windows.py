@@ -7,9 +7,10 @@ from typing import Any
 
 from audit.capture.decoding import with_decoder_steps
 from audit.capture.image_text import ImageTextEncoder
-from audit.capture.inputs import Encoded, core_model, encode_image, encode_texts
+from audit.capture.inputs import Encoded, core_model, encode_image
 from audit.capture.prefetch import prefetched
 from audit.capture.sound import encode_sound
+from audit.capture.texts import encode_texts
 from audit.capture.windowed import has_windows
 from audit.errors import CaptureError
 from audit.records import CaptureSettings, Checkpoint, Probe

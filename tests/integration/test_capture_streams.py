@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from audit.capture import capture
 from audit.capture.decoding import with_decoder_steps
-from audit.capture.inputs import encode_texts
 from audit.capture.pair_session import decoder_row
 from audit.capture.sound import encode_sound
+from audit.capture.texts import encode_texts
 from audit.capture.windows import probe_windows
 from audit.errors import CheckpointError, ConfigError, ProbeError
 from audit.methods import encoder_decoder_rollout

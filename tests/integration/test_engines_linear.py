@@ -15,13 +15,14 @@ import audit
 from audit.capture import query_blocks
 from audit.capture.batches import valid_positions
 from audit.capture.engine import BatchFold
-from audit.capture.inputs import core_model, encode_texts
+from audit.capture.inputs import core_model
 from audit.capture.interface import Replacing, interface_capture
 from audit.capture.layers import plan_capture
 from audit.capture.passes import exclusive, fold_batch, run_model
 from audit.capture.region_forward import RegionFold, region_batch
 from audit.capture.row_backward import row_batch, rows_times_attention
 from audit.capture.settings import FoldSettings
+from audit.capture.texts import encode_texts
 from audit.errors import CaptureError
 from audit.methods import attention_rollout
 from audit.records import CaptureSettings, Checkpoint, Method, Probe

@@ -13,9 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from audit.capture import capture
 from audit.capture import gradient as engine
-from audit.capture.inputs import encode_image, encode_texts
+from audit.capture.inputs import encode_image
 from audit.capture.interface import KernelCall, interface_capture, original_kernel
 from audit.capture.layers import plan_capture
+from audit.capture.texts import encode_texts
 from audit.errors import CheckpointError, ExitCode, ProbeError
 from audit.methods import gradient_rollout
 from audit.methods.gradient import gradient_map

@@ -12,12 +12,13 @@ from torch import Tensor
 from audit import compute_maps
 from audit.capture import capture
 from audit.capture.decoding import with_decoder_steps
-from audit.capture.inputs import Encoded, encode_texts
+from audit.capture.inputs import Encoded
 from audit.capture.interface import interface_capture
 from audit.capture.layers import plan_capture
 from audit.capture.pair_gradient import RelevanceFold, relevance_batch
 from audit.capture.pair_methods import methods_of
 from audit.capture.passes import active_plan
+from audit.capture.texts import encode_texts
 from audit.errors import ConfigError, ProbeError
 from audit.methods import encoder_decoder_relevance, encoder_decoder_rollout, two_stream_relevance
 from audit.methods.two_stream import CoAttention, SelfAttention
