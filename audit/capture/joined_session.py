@@ -16,8 +16,9 @@ from audit.capture.check import same_tensors
 from audit.capture.front import KEYS, Front, check_entry, trace_front
 from audit.capture.inputs import Encoded, core_model, patch_size
 from audit.capture.joined import JoinedFold, fold_joined
-from audit.capture.joined_attribution import JoinedAttribution, JoinedQuestion, attribute_joined
+from audit.capture.joined_attribution import JoinedAttribution, attribute_joined
 from audit.capture.joined_gradient import JoinedRelevance, relevance_joined
+from audit.capture.joined_question import JoinedQuestion
 from audit.capture.layers import CapturePlan, plan_capture
 from audit.capture.maps import stream_map, undefined_map
 from audit.capture.mixing import check_mixing

@@ -26,7 +26,6 @@ WIRINGS: dict[str, str] = {
 _ONE_SUM = "it splits one sum of residual and attention for each layer, and such a layer has several"
 _TREE = "its rules follow the modules of one stack; use input_x_gradient or integrated_gradients"
 _BLOCKS = "it takes the blocks of one stack apart; use gradient_rollout"
-_SAMPLED = "its samples remove tokens or patches, not yet both together; use occlusion"
 _CONNECTOR = "a connector that merges patches by a convention has no capacity; use rollout"
 _FEATURES = "its image regions come as features, which cannot be removed; use gradient_rollout"
 REFUSED: dict[str, dict[str, str]] = {
@@ -52,8 +51,6 @@ REFUSED: dict[str, dict[str, str]] = {
     "joined": {
         "attention_flow": _CONNECTOR,
         **dict.fromkeys(sorted(VALUE_AWARE), _BLOCKS),
-        "shap": _SAMPLED,
-        "lime": _SAMPLED,
         "grad_cam": _TREE,
         "lrp": _TREE,
     },

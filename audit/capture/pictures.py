@@ -31,12 +31,16 @@ class Picture:
     x, y : float64 arrays of the shape of the processed image
         Centre of the pixel, as a fraction of the stored width and height; NaN in padding.
     stored : (height, width) in pixels
+    colours : int64 array of the shape of the processed image, optional
+        Which colour of the stored image each number holds: 0 red, 1 green, 2 blue; negative in padding and
+        where a number mixes them.
     """
 
     name: str
     x: NDArray[np.float64]
     y: NDArray[np.float64]
     stored: tuple[int, int]
+    colours: NDArray[np.int64] | None = None
 
     def boxes(self, fed: NDArray[np.int64], count: int, patch: tuple[int, int] | None) -> NDArray[np.float32]:
         """Return the box of each of `count` positions, as fractions of the stored image.
@@ -121,7 +125,19 @@ def measured_picture(name: str, process: Process, stored: tuple[int, int]) -> Pi
         found: NDArray[np.float64] = total / SEGMENTS
         return found
 
-    return Picture(name, along(1), along(0), stored)
+    return Picture(name, along(1), along(0), stored, _colours(process, black, stored))
+
+
+def _colours(process: Process, black: NDArray[np.float64], stored: tuple[int, int]) -> NDArray[np.int64]:
+    """Return which of the three colours, raised alone in a black image, each number follows."""
+    moved = []
+    for colour in range(3):
+        image = np.zeros((*stored, 3), np.uint8)
+        image[..., colour] = 255
+        moved.append(np.abs(process(image) - black) > 1e-6)
+    table = np.stack(moved)
+    found: NDArray[np.int64] = np.where(table.sum(axis=0) == 1, table.argmax(axis=0), -1)
+    return found
 
 
 def _ramp(stored: tuple[int, int], axis: int, part: int) -> NDArray[np.uint8]:

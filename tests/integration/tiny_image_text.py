@@ -52,11 +52,11 @@ def _joined(model: Any, processor: Any) -> Checkpoint:
     return replace(checkpoint(model, processor), task="image-text-to-text")
 
 
-def llava() -> Checkpoint:
+def llava(patch: int = 8) -> Checkpoint:
     """CLIP's patches of the second last layer, one by one through a small network."""
     tokenizer = _tokenizer("<image>")
     config = transformers.LlavaConfig(
-        vision_config=transformers.CLIPVisionConfig(**VISION),
+        vision_config=transformers.CLIPVisionConfig(**{**VISION, "patch_size": patch}),
         text_config=transformers.LlamaConfig(**TEXT, vocab_size=len(tokenizer)),
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
     )
@@ -64,7 +64,7 @@ def llava() -> Checkpoint:
     processor = transformers.LlavaProcessor(
         images,
         tokenizer,
-        patch_size=8,
+        patch_size=patch,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
     )
