@@ -1,11 +1,13 @@
-"""Read images and sounds from disk; the one place that decodes them."""
+"""Read images, features of images, and sounds from disk; the one place that decodes them."""
 
 from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,6 +99,87 @@ def save_image(path: Path, pixels: NDArray[np.uint8]) -> None:
 
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(pixels).save(path)
+
+
+def load_features(source: str | Mapping[str, Any]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return the features and boxes of what a detector found in an image.
+
+    Parameters
+    ----------
+    source : str, or mapping of ``features`` and ``boxes`` to arrays
+        Path of an ``.npz`` file of these two arrays.
+
+    Returns
+    -------
+    features : float32 array (region, dim)
+    boxes : float32 array (region, 4)
+        Left, top, right, bottom, as fractions of the width and height of the image.
+
+    Raises
+    ------
+    ProbeError
+        When the file is missing or lacks an array, or the arrays are not of these shapes, not finite, or no
+        boxes.
+    """
+    name = source if isinstance(source, str) else "in the probe file"
+    arrays = _feature_arrays(source) if isinstance(source, str) else source
+    missing = [key for key in ("features", "boxes") if key not in arrays]
+    if missing:
+        raise ProbeError(f"features {name} lack the array {missing[0]!r}; {_SAVE_FEATURES}")
+    features, boxes = (_finite(key, arrays[key], name) for key in ("features", "boxes"))
+    if features.ndim != 2 or not features.size or boxes.shape != (len(features), 4):
+        raise ProbeError(
+            f"features {name}: expected features (region, dim) and boxes (region, 4), got {features.shape} "
+            f"and {boxes.shape}; mend the file"
+        )
+    if not ((boxes >= 0) & (boxes <= 1)).all():
+        raise ProbeError(
+            f"features {name}: boxes reach from {boxes.min():g} to {boxes.max():g}, expected fractions in "
+            "[0, 1]; divide them by the image's width and height"
+        )
+    if not (boxes[:, :2] < boxes[:, 2:]).all():
+        raise ProbeError(f"features {name}: boxes must be left, top, right, bottom; mend their order")
+    return features, boxes
+
+
+_SAVE_FEATURES = "write it with numpy.savez(path, features=…, boxes=…)"
+
+
+def _feature_arrays(path: str) -> Mapping[str, Any]:
+    try:
+        found = np.load(path, allow_pickle=False)
+        if not isinstance(found, np.ndarray):
+            with found:
+                return {key: found[key] for key in found.files}
+    except FileNotFoundError:
+        raise ProbeError(f"features {path} do not exist; mend the path in the probe file") from None
+    except (OSError, ValueError, EOFError, BadZipFile) as error:
+        why = _one_line(error)
+        raise ProbeError(f"features {path} cannot be read ({why}); {_SAVE_FEATURES}") from None
+    raise ProbeError(f"features {path} hold a single array; {_SAVE_FEATURES}")
+
+
+def _finite(key: str, values: Any, name: str) -> NDArray[np.float32]:
+    try:
+        given = np.asarray(values)
+    except ValueError:  # lists of unequal lengths
+        given = np.asarray(None)
+    if given.dtype.kind not in "fiu":
+        raise ProbeError(f"features {name}: {key} must be one array of numbers; mend the file")
+    with np.errstate(over="ignore"):
+        found = np.ascontiguousarray(given, dtype=np.float32)
+    if not np.isfinite(found).all():
+        raise ProbeError(
+            f"features {name}: {key} hold NaN or infinite numbers; run the detector again, or remove the "
+            "probe"
+        )
+    return found
+
+
+def save_features(path: Path, features: NDArray[np.float32], boxes: NDArray[np.float32]) -> None:
+    """Write features and boxes as an ``.npz`` file, which loses nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(path, features=features, boxes=boxes)
 
 
 def load_audio(source: str | bytes) -> tuple[NDArray[np.float32], int]:

@@ -19,7 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from audit.errors import ProbeError
-from audit.media import load_audio, load_image, load_mask, save_audio, save_image
+from audit.media import (
+    load_audio,
+    load_features,
+    load_image,
+    load_mask,
+    save_audio,
+    save_features,
+    save_image,
+)
 from audit.probes.fields import CONTENT, FIELDS, make_probe
 from audit.probes.rows import Row, read_rows
 from audit.records import Probe, ProbeSet, digest
@@ -202,12 +210,12 @@ def _make_set(
 
 
 def content_digest(probe: Probe) -> str:
-    """Return the SHA-256 (hex) of what goes into the model: texts, pixels, samples.
+    """Return the SHA-256 (hex) of what goes into the model: texts, pixels, features with boxes, samples.
 
     Raises
     ------
     ProbeError
-        When an image or a sound cannot be decoded.
+        When an image, features or a sound cannot be decoded.
     """
     content: dict[str, Any] = {
         "text": probe.text,
@@ -216,6 +224,8 @@ def content_digest(probe: Probe) -> str:
     }
     if probe.image is not None:
         content["image"] = _array_digest(load_image(probe.image))
+    if probe.features is not None:
+        content["features"] = [_array_digest(array) for array in load_features(probe.features)]
     if probe.audio is not None:
         samples, rate = _samples(probe)
         content["audio"] = [rate, _array_digest(samples)]
@@ -281,7 +291,7 @@ def load_annotations(probe: Probe) -> Probe:
 def write_probes(path: str | Path, probes: ProbeSet | Iterable[Probe]) -> None:
     """Write probes as JSON lines; :func:`read_probes` gives them back with equal digests.
 
-    Images, sounds and masks that are arrays are written beside the file, into ``<name>-media/``.
+    Images, features, sounds and masks that are arrays are written beside the file, into ``<name>-media/``.
 
     Parameters
     ----------
@@ -313,7 +323,9 @@ def _to_line(probe: Probe, number: int, path: Path, media: Path) -> str:
         record["image"] = _saved(media / f"{number}.png", save_image, load_image(probe.image))
     if isinstance(probe.audio, np.ndarray):
         record["audio"] = _saved(media / f"{number}.wav", save_audio, *_samples(probe))
-    for field in ("image", "audio"):
+    if isinstance(probe.features, Mapping):
+        record["features"] = _saved(media / f"{number}.npz", save_features, *load_features(probe.features))
+    for field in ("image", "features", "audio"):
         if record[field] is not None:
             record[field] = _relative(record[field], path)
     for name, annotation in probe.regions.items():

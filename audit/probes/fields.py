@@ -10,14 +10,26 @@ from typing import Any
 
 import numpy as np
 
-from audit.media import image_size, load_audio, load_image
+from audit.media import image_size, load_audio, load_features, load_image
 from audit.probes.rows import parse_json
 from audit.records import Probe
 from audit.regions.parse import check_box, nearest
 from audit.regions.weights import part_texts
 
-FIELDS = ("id", "text", "text_pair", "messages", "image", "audio", "label", "group", "segments", "regions")
-CONTENT = ("text", "messages", "image", "audio")
+FIELDS = (
+    "id",
+    "text",
+    "text_pair",
+    "messages",
+    "image",
+    "features",
+    "audio",
+    "label",
+    "group",
+    "segments",
+    "regions",
+)
+CONTENT = ("text", "messages", "image", "features", "audio")
 _TOGETHER = (
     {"text"},
     {"text", "text_pair"},
@@ -25,6 +37,8 @@ _TOGETHER = (
     {"image"},
     {"image", "text"},
     {"image", "messages"},
+    {"features", "text"},
+    {"features", "text", "image"},
     {"audio"},
 )
 
@@ -56,6 +70,7 @@ def make_probe(raw: Mapping[str, Any], folder: Path) -> Probe:
         label=_label(raw.get("label")),
         group=_name("group", raw.get("group")),
         segments=_segments(raw),
+        features=_features(raw.get("features"), folder),
     )
     _check_content(probe)
     return _with_regions(probe, raw, folder)
@@ -141,6 +156,15 @@ def _image(value: Any, folder: Path) -> Any:
     if isinstance(value, Mapping):  # how datasets stores images
         return load_image(value["bytes"]) if value.get("bytes") else _image(value.get("path"), folder)
     return _path("image", value, folder)
+
+
+def _features(value: Any, folder: Path) -> Any:
+    """Return a path, or the two arrays."""
+    if value is None:
+        return None
+    if isinstance(value, Mapping):
+        return dict(zip(("features", "boxes"), load_features(value), strict=True))
+    return _path("features", value, folder)
 
 
 def _audio(value: Any, folder: Path) -> tuple[Any, int | None]:
@@ -238,6 +262,8 @@ def _annotation(where: str, value: Any, probe: Probe, folder: Path) -> Any:
 def _image_annotation(where: str, value: Mapping[str, Any], probe: Probe, folder: Path) -> dict[str, Any]:
     if len(value) != 1:
         raise ValueError(f"{where} must have one key, box or mask, got {', '.join(value)}")
+    if "box" in value and probe.features is not None:
+        return {"box": check_box(value["box"], where)}
     if probe.image is None:
         raise ValueError(f"{where} is a box or a mask, but the probe has no image; use spans")
     if "box" in value:

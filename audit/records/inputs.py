@@ -26,6 +26,10 @@ class Probe:
         Absolute path of an image file, or its pixels.
     audio : str or float32 array (samples,), or None
         Absolute path of a sound file, or its samples at `sampling_rate`.
+    features : str or mapping, or None
+        What a detector found in an image, for models that read that in the place of pixels: absolute path of
+        an ``.npz`` file of the arrays ``features`` (region, dim) and ``boxes`` (region, 4; left, top, right,
+        bottom in fractions of the image), or these arrays. The image beside it, if any, is only shown.
     label : class name, class index, number, list of classes, or None
     group : str or None
         Template or cluster that the probe was made from; the unit of resampling when given.
@@ -48,10 +52,13 @@ class Probe:
     group: str | None = None
     segments: Mapping[str, str] = field(default_factory=dict)
     regions: Mapping[str, Any] = field(default_factory=dict)
+    features: str | Mapping[str, NDArray[np.float32]] | None = None
 
     @property
-    def modality(self) -> Literal["text", "image", "audio", "image+text"]:
+    def modality(self) -> Literal["text", "image", "audio", "image+text", "features+text"]:
         """Return which kind of processor the probe needs."""
+        if self.features is not None:
+            return "features+text"
         if self.image is not None:
             return "image" if self.text is None and self.messages is None else "image+text"
         return "text" if self.audio is None else "audio"

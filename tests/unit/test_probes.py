@@ -388,7 +388,7 @@ def test_missing_file_and_empty_folder_are_named(tmp_path):
     ("record", "message"),
     [
         ({"text": "a", "lable": 1}, "line 1: unknown field 'lable'; did you mean 'label'"),
-        ({"sentence": "a"}, "no column text, messages, image or audio, only sentence"),
+        ({"sentence": "a"}, "no column text, messages, image, features or audio, only sentence"),
         ({"text": ""}, "line 1: text is empty"),
         ({"text": " \n"}, "line 1: text is empty"),
         ({"text": None}, "line 1: no content"),
