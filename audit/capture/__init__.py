@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from audit.capture.head_weights import HeadFit, fit_head_weights
     from audit.capture.occlusion import Occlusion, occlude, occluded_scores
-    from audit.capture.session import capture, check_determinism, check_probes
+    from audit.capture.session import Opened, capture, check_determinism, check_probes
     from audit.capture.shuffling import cascade, shuffled
     from audit.capture.windows import probe_windows
 
 __all__ = [
     "HeadFit",
     "Occlusion",
+    "Opened",
     "capture",
     "cascade",
     "check_determinism",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from audit.capture.engine import FoldSettings
@@ -40,6 +41,7 @@ def capture(
     target: Target = None,
     progress: Progress | None = None,
     windows: Iterator[list[Encoded]] | None = None,
+    opened: Opened | None = None,
 ) -> Iterator[Captured]:
     """Run `probes` through a checkpoint and yield each one's map and prediction, in order.
 
@@ -64,6 +66,8 @@ def capture(
         Called with the number of probes done.
     windows : iterator, optional
         What :func:`audit.capture.probe_windows` gives for these probes, where it is at hand.
+    opened : Opened, optional
+        Shared by calls for parts of one probe set; by the same checkpoint, method and settings.
 
     Yields
     ------
@@ -87,10 +91,12 @@ def capture(
     plan_capture(core_model(checkpoint.model))  # refuses before anything is encoded
     windows = windows or probe_windows(checkpoint, probes, settings, method.row)
     if settings.stride is None:
-        yield from capture_windows(checkpoint, windows, method, settings, wanted, progress=progress)
+        yield from capture_windows(
+            checkpoint, windows, method, settings, wanted, progress=progress, opened=opened
+        )
         return
     check_stride(settings.stride, position_limit(checkpoint, settings), method.row)
-    cut = capture_windows(checkpoint, windows, method, settings, wanted)
+    cut = capture_windows(checkpoint, windows, method, settings, wanted, opened=opened)
     labels = len(getattr(core_model(checkpoint.model).config, "id2label", None) or {})
     for done, whole in enumerate(merge_windows(cut, class_names(checkpoint, labels)), start=1):
         if progress is not None:
@@ -138,9 +144,11 @@ def capture_windows(
     wanted: dict[str, Any],
     *,
     progress: Progress | None = None,
+    opened: Opened | None = None,
 ) -> Iterator[Captured]:
-    """Yield what is captured window by window; the first one opens the session."""
+    """Yield what is captured window by window; the first one opens the session, unless `opened` has one."""
     session: AnySession | None = None
+    opened = Opened() if opened is None else opened
     done = 0
 
     def report(count: int) -> None:
@@ -149,13 +157,36 @@ def capture_windows(
 
     for window in windows:
         if session is None:
-            session = open_session(checkpoint, window, method, settings, wanted)
+            session = opened.session_for(checkpoint, window, method, settings, wanted)
         yield from run_session(session, window, report)
         done += len(window)
         report(0)
 
 
 AnySession = Session | PairSession | JoinedSession
+
+
+@dataclass
+class Opened:
+    """What is decided and verified once for all parts of a probe set: the session of the first part.
+
+    A caller that keeps one says that the checkpoint stays as it is; another checkpoint is opened anew.
+    """
+
+    session: AnySession | None = None
+
+    def session_for(
+        self,
+        checkpoint: Checkpoint,
+        window: Sequence[Encoded],
+        method: Method,
+        settings: CaptureSettings,
+        wanted: dict[str, Any],
+    ) -> AnySession:
+        """Return the session for a part, opened by its first window where there is none yet."""
+        if self.session is None or self.session.checkpoint is not checkpoint:
+            self.session = open_session(checkpoint, window, method, settings, wanted)
+        return replace(self.session, wanted=wanted)
 
 
 def run_session(

@@ -187,6 +187,7 @@ def capture_shard(plan: RunPlan, index: int, *, progress: Progress | None = None
                 settings=plan.spec.settings,
                 target=target,
                 progress=_shard_progress(progress, plan.role, len(probes)),
+                opened=LOADER.opened(plan),
             )
         )
     write_captured(plan, index, probes, captured)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby, tee
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from audit.pipeline.capture import (
     capture_run,
@@ -24,6 +24,9 @@ from audit.pipeline.plan import Progress, RunPlan
 from audit.pipeline.specs import target_of
 from audit.pipeline.targets import PREDICTION
 from audit.records import Captured, Checkpoint, Probe
+
+if TYPE_CHECKING:
+    from audit.capture import Opened
 
 
 def capture_together(plans: Sequence[RunPlan], *, progress: Progress | None = None) -> dict[str, str]:
@@ -74,6 +77,8 @@ def _encoding(plan: RunPlan) -> str:
 
 def _capture_group(plans: Sequence[RunPlan], progress: Progress | None) -> bool:
     """Capture plans side by side; return False where each checkpoint makes inputs of its own."""
+    from audit.capture import Opened
+
     probes = planned_probes(plans[0]).probes
     checkpoints = [load_planned(plan) for plan in plans]
     if not all(_takes_what_others_take(one, probes) for one in checkpoints):
@@ -81,9 +86,10 @@ def _capture_group(plans: Sequence[RunPlan], progress: Progress | None) -> bool:
     for plan, checkpoint in zip(plans, checkpoints, strict=True):
         check_loaded(plan, checkpoint)
     missing = sorted({index for plan in plans for index in missing_shards(plan)})
+    opened = [Opened() for _ in plans]
     for index in missing:
         start, stop = plans[0].shards[index]
-        columns = _lockstep(plans, checkpoints, probes[start:stop])
+        columns = _lockstep(plans, checkpoints, probes[start:stop], opened)
         for plan, column in zip(plans, columns, strict=True):
             write_captured(plan, index, probes[start:stop], column)
             if progress is not None:
@@ -105,7 +111,10 @@ def _takes_what_others_take(checkpoint: Checkpoint, probes: Sequence[Probe]) -> 
 
 
 def _lockstep(
-    plans: Sequence[RunPlan], checkpoints: Sequence[Checkpoint], probes: Sequence[Probe]
+    plans: Sequence[RunPlan],
+    checkpoints: Sequence[Checkpoint],
+    probes: Sequence[Probe],
+    opened: Sequence[Opened],
 ) -> list[list[Captured]]:
     """Return what each plan gives for the probes of a shard, encoding each window of them once."""
     from audit.capture import capture, probe_windows
@@ -122,8 +131,9 @@ def _lockstep(
             settings=plan.spec.settings,
             target=target_of(plan.spec.target),
             windows=own,
+            opened=shared,
         )
-        for plan, checkpoint, own in zip(plans, checkpoints, windows, strict=True)
+        for plan, checkpoint, own, shared in zip(plans, checkpoints, windows, opened, strict=True)
     ]
     rows = list(zip(*captures, strict=True))
     return [list(column) for column in zip(*rows, strict=True)]

@@ -7,11 +7,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from audit.errors import CheckpointError
 from audit.pipeline.plan import RunPlan
 from audit.pipeline.sources import CheckpointSource
 from audit.records import CaptureSettings, Checkpoint
+
+if TYPE_CHECKING:
+    from audit.capture import Opened
 
 
 @dataclass(frozen=True)
@@ -31,11 +35,21 @@ class _Key:
 
 @dataclass
 class Loader:
-    """Keeps the last loaded checkpoint: one in memory at a time, base + adapter loaded once."""
+    """Keeps the last loaded checkpoint: one in memory at a time, base + adapter loaded once.
+
+    Beside it lies what the shards of a run share: see :meth:`opened`.
+    """
 
     lock: threading.RLock = field(default_factory=threading.RLock)
     key: _Key | None = None
     checkpoint: Checkpoint | None = None
+    _opened: dict[str, Opened] = field(default_factory=dict)
+
+    def opened(self, plan: RunPlan) -> Opened:
+        """Return where the shards of a run keep what they decide and verify once on the loaded checkpoint."""
+        from audit.capture import Opened
+
+        return self._opened.setdefault(plan.run_id, Opened())
 
     @contextmanager
     def use(self, plan: RunPlan) -> Iterator[Checkpoint]:
@@ -63,6 +77,7 @@ class Loader:
     def _load(self, plan: RunPlan) -> Checkpoint:
         if self.checkpoint is not None:  # free the old one before the new one comes
             self.checkpoint = self.key = None
+            self._opened.clear()
             gc.collect()
         self.checkpoint, self.key = load_planned(plan), _Key.of(plan)
         return self.checkpoint
