@@ -2,16 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from audit.capture.inputs import Encoded
+from audit.capture.inputs import Encoded, accepted_arguments, core_model
 from audit.capture.texts import encode_texts
 from audit.errors import ProbeError
+from audit.media import load_features
 from audit.records import CaptureSettings, Checkpoint, Positions, Probe
+
+_FEATURES = "visual_feats"
+"""The argument by which a model takes them."""
+
+
+def takes_features(checkpoint: Checkpoint) -> bool:
+    """Return whether a model reads an image as features of regions."""
+    return _FEATURES in accepted_arguments(checkpoint.model)
+
+
+def check_features(checkpoint: Checkpoint, probes: Sequence[Probe]) -> None:
+    """Raise ProbeError where probes have features of an image and the model takes none, or the reverse."""
+    takes, name = takes_features(checkpoint), type(core_model(checkpoint.model)).__name__
+    other = next((probe for probe in probes if (probe.features is not None) != takes), None)
+    if other is None:
+        return
+    if takes:
+        raise ProbeError(
+            f"probe {other.id} has no features, but {name} reads an image as features of the boxes of a "
+            "detector; give each probe the field features"
+        )
+    raise ProbeError(
+        f"probe {other.id} has features of an image, but {name} takes none; remove the field features"
+    )
 
 
 def encode_regions(
@@ -42,17 +69,27 @@ def encode_regions(
     Raises
     ------
     ProbeError
-        When features and boxes do not belong together, or boxes are no fractions.
+        When features and boxes do not belong together, boxes are no fractions, or the model takes features
+        of another size.
     """
-    found, places = np.asarray(features, np.float32), np.asarray(boxes, np.float32)
-    if found.ndim != 2 or places.shape != (len(found), 4) or not len(found):
+    return encode_features(
+        checkpoint, replace(probe, features={"features": features, "boxes": boxes}), settings
+    )
+
+
+def encode_features(checkpoint: Checkpoint, probe: Probe, settings: CaptureSettings | None = None) -> Encoded:
+    """Return one probe with text and features for LXMERT; see :func:`encode_regions`."""
+    try:
+        found, places = load_features(probe.features or {})
+    except ProbeError as error:
+        raise ProbeError(f"probe {probe.id}: {error}") from None
+    wanted = getattr(core_model(checkpoint.model).config, "visual_feat_dim", found.shape[1])
+    if found.shape[1] != wanted:
         raise ProbeError(
-            f"probe {probe.id}: features of shape {found.shape} and boxes of shape {places.shape}, expected "
-            "(region, dim) and (region, 4)"
+            f"probe {probe.id}: its features have {found.shape[1]} numbers a region, the checkpoint takes "
+            f"{wanted} (visual_feat_dim); use the detector that it was trained with"
         )
-    if not ((places >= 0) & (places <= 1)).all():
-        raise ProbeError(f"probe {probe.id}: boxes must be fractions of the image's width and height")
     (text,) = encode_texts(checkpoint, [probe], settings or CaptureSettings())
-    regions = {"visual_feats": torch.from_numpy(found)[None], "visual_pos": torch.from_numpy(places)[None]}
+    regions = {_FEATURES: torch.from_numpy(found)[None], "visual_pos": torch.from_numpy(places)[None]}
     image = Positions("patch", np.zeros(len(found), np.bool_), boxes=places)
     return Encoded(probe, {**text.tensors, **regions}, text.positions, text.truncated, image)

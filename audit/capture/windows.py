@@ -9,6 +9,7 @@ from audit.capture.decoding import with_decoder_steps
 from audit.capture.image_text import ImageTextEncoder
 from audit.capture.inputs import Encoded, core_model, encode_image
 from audit.capture.prefetch import prefetched
+from audit.capture.region_inputs import check_features, encode_features
 from audit.capture.sound import encode_sound
 from audit.capture.texts import encode_texts
 from audit.capture.windowed import has_windows
@@ -25,7 +26,7 @@ def probe_windows(
     ----------
     checkpoint : Checkpoint
     probes : sequence of Probe
-        All text, all images, all sound, or all images with text.
+        All text, all images, all sound, all images with text, or all text with features of images.
     settings : CaptureSettings
     row : str
         The output row, which says how far an encoder-decoder has to generate.
@@ -42,6 +43,7 @@ def probe_windows(
         When the probes are of several kinds, or of one that the model does not take.
     """
     modality = _modality(probes)
+    check_features(checkpoint, probes)
     if modality == "text":
         windows: Iterator[list[Encoded]] = iter([encode_texts(checkpoint, probes, settings)])
     else:
@@ -67,6 +69,8 @@ def _encoder(checkpoint: Checkpoint, modality: str, settings: CaptureSettings) -
         return lambda probe: encode_image(checkpoint, probe, windows=windows)
     if modality == "audio":
         return lambda probe: encode_sound(checkpoint, probe)
+    if modality == "features+text":
+        return lambda probe: encode_features(checkpoint, probe, settings)
     if has_two_towers(checkpoint):
         return lambda probe: _image_with_text(checkpoint, probe, settings)
     return ImageTextEncoder(checkpoint, settings).encode

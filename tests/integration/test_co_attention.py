@@ -35,11 +35,12 @@ def lxmert(architecture: str = "LxmertForQuestionAnswering") -> Checkpoint:
 
 
 def inputs(subject: Checkpoint) -> list[Encoded]:
-    draw = np.random.default_rng(3)
-    return [
-        encode_regions(subject, probe, draw.standard_normal((REGIONS, 16)), draw.random((REGIONS, 4)))
-        for probe in text_probes()[:2]
-    ]
+    draw, found = np.random.default_rng(3), []
+    for probe in text_probes()[:2]:
+        corners = np.sort(draw.random((2, 2, REGIONS)), axis=0)  # left and top before right and bottom
+        boxes = corners.reshape(4, REGIONS).T
+        found.append(encode_regions(subject, probe, draw.standard_normal((REGIONS, 16)), boxes))
+    return found
 
 
 @pytest.mark.parametrize(
