@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from audit.capture.banded import dense_call, through
 from audit.capture.families import asks_for_weights, recomputed_weights
 from audit.capture.interface import AttentionCall, Receiver
 from audit.capture.parts import values_and_output
@@ -107,6 +108,13 @@ def _taking(
     def hook(module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> Any:
         if threading.get_ident() != thread:
             return None
+        dense = dense_call(path, module, (args, kwargs), output, inner, verify=verify)
+        if dense is not None:
+            replaced = receive(dense.call)
+            if replaced is None and dense.mixed.requires_grad:
+                replaced = through(module, dense)
+            inner.clear()
+            return _handed_on(output, replaced, dense.first)
         index = _weights_index(path, module, output)
         weights, context = output[index], output[0]
         hidden = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
@@ -130,6 +138,12 @@ def _taking(
         return _like(output, items)
 
     return hook
+
+
+def _handed_on(output: Any, replaced: Tensor | None, first: int) -> Any:
+    """Return what a layer is to give on, its tensors from the index `first` on left empty."""
+    kept = [output[0] if replaced is None else replaced, *output[1:first]]
+    return _like(output, [*kept, *(x.new_empty((*x.shape[:-1], 0)) for x in output[first:])])
 
 
 def _like(output: Any, items: list[Any]) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from audit.capture.banded import padded_length
 from audit.capture.interface import AttentionCall
 from audit.capture.layers import CapturePlan
 from audit.capture.passes import exclusive, run_model, watched
@@ -60,6 +61,7 @@ def check_mixing(
     if length < 2:
         return
     stack = plan.stacks[0] if stack is None else stack
+    length = max(padded_length(layer.module, length) for layer in plan.layers if layer.stack == stack)
     plain = _pass(model, plan, tensors, stack)
     for parity in (0, 1):
         odd = torch.arange(length) % 2 == parity

@@ -48,7 +48,12 @@ def frozen(model: nn.Module) -> Iterator[None]:
     try:
         for module in training:
             module.training = False
-        with torch.no_grad(), torch.random.fork_rng(devices=devices), _run_as_written(model), unswitched(model):
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(devices=devices),
+            _run_as_written(model),
+            unswitched(model),
+        ):
             torch.manual_seed(0)
             yield
     finally:

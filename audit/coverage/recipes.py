@@ -61,6 +61,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
     "big_bird": {"block_size": 2, "num_random_blocks": 1},
     "bigbird_pegasus": {"block_size": 2, "num_random_blocks": 1},
+    "longt5": {"local_radius": 5, "global_block_size": 4},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "lfm2_vl": {"text_config": {"layer_types": ["conv", "full_attention"]}},

@@ -74,8 +74,9 @@ INTERFACE = [
     "audio-spectrogram-transformer",
 ]
 FALLBACK = ["deberta", "deberta-v2", "mpnet", "gpt_neo", "bloom", "falcon", "blip", "wavlm", "swinv2", "vilt"]
+FALLBACK += ["longformer", "led", "big_bird", "longt5"]
 REFUSED = {
-    "longformer": "windowed or pooled attention",
+    "segformer": "windowed or pooled attention",
     "mamba": "mixes positions without softmax attention",
     "fnet": "mixes positions without softmax attention",
     "convbert": "cannot be verified",
