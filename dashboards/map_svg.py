@@ -9,7 +9,7 @@ from html import escape
 
 from audit.report.wording import clip
 from dashboards.downloads import SANS, WIDTH
-from dashboards.probe_view import Line, Token, png_size, smooth_png
+from dashboards.probe_view import Line, Token, Weights, png_size, smooth_png
 from dashboards.theme import Palette
 
 LETTER = 15
@@ -59,6 +59,7 @@ def panels_svg(
     *,
     smooth: bool,
     ratio: float | None = None,
+    boxes: Weights | None = None,
 ) -> str:
     """Return the maps over their picture: beside each other, or below each other where `ratio` is given.
 
@@ -72,6 +73,8 @@ def panels_svg(
     smooth : bool
     ratio : float or None
         Width by height of pictures as wide as a sound.
+    boxes : float array (n, 4) or None
+        Where patches lie that are no grid, as fractions of the picture.
     """
     size = png_size(png)
     stacked = ratio is not None
@@ -86,7 +89,9 @@ def panels_svg(
         drawn.append(_frame(place, colours))
         if png is not None:
             drawn.append(_image(png, place, 'opacity="0.4" filter="url(#grey)"'))
-        if smooth:
+        if boxes is not None:
+            drawn += _boxes(panel, boxes, place, colours)
+        elif smooth:
             drawn.append(_image(smooth_png(panel, grid), place))
         else:
             drawn += _patches(panel, grid, place, colours)
@@ -110,6 +115,20 @@ def _patches(panel: Line, grid: tuple[int, int], place: Place, colours: Palette)
             radius=0,
         )
         for i in range(len(panel.shares))
+    ]
+
+
+def _boxes(panel: Line, boxes: Weights, place: Place, colours: Palette) -> list[str]:
+    x, y, width, height = place
+    return [
+        _box(
+            panel,
+            i,
+            colours,
+            (x + left * width, y + top * height, (right - left) * width, (bottom - top) * height),
+            radius=0,
+        )
+        for i, (left, top, right, bottom) in enumerate(boxes.tolist())
     ]
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from audit.records import Positions, Probe
+from audit.report.maps import box_name
 from audit.report.wording import number
 from dashboards.blocks import text
 
@@ -170,10 +171,12 @@ def panels_html(
     others: tuple[Weights, Weights],
     spans: Sequence[str] = (),
     ratio: float | None = None,
+    boxes: Weights | None = None,
 ) -> str:
     """Return the maps side by side, each over the picture where there is one.
 
     With `spans`, the names of the columns, they stand below each other, for pictures as wide as a sound.
+    With `boxes`, fractions of the picture (n, 4), patches lie there, and are no grid.
     """
     size = png_size(png)
     ratio = ratio or (size[0] / size[1] if size else grid[1] / grid[0])
@@ -184,7 +187,10 @@ def panels_html(
         picture = f'<img class="below{small}" alt="the probe" src="data:image/png;base64,{data}">'
     figures = []
     for panel in panels:
-        above = _smooth(panel, grid) if smooth else _patches(panel, grid, others, spans)
+        if boxes is not None:
+            above = _boxes(panel, boxes, others)
+        else:
+            above = _smooth(panel, grid) if smooth else _patches(panel, grid, others, spans)
         figures.append(
             f"<figure><figcaption>{panel.title}</figcaption>"
             f'<div class="picture" style="aspect-ratio:{ratio:.4f}">{picture}{above}</div></figure>'
@@ -196,14 +202,26 @@ def panels_html(
 def _patches(
     panel: Line, grid: tuple[int, int], others: tuple[Weights, Weights], spans: Sequence[str]
 ) -> str:
-    before, after = others
     cells = []
     for i in range(len(panel.shares)):
         where = spans[i % grid[1]] if spans else f"row {i // grid[1]}, column {i % grid[1]}"
-        title = f"{where}: {number(before[i], 4)} → {number(after[i], 4)}"
-        style = f'class="{panel.kind(i)}" style="--a:{panel.strength(i):.3f}"'
-        cells.append(f'<i {style} title="{title}"></i>')
+        cells.append(_cell(panel, i, where, others))
     return f'<div class="grid" style="grid-template-columns:repeat({grid[1]},1fr)">{"".join(cells)}</div>'
+
+
+def _boxes(panel: Line, boxes: Weights, others: tuple[Weights, Weights]) -> str:
+    cells = []
+    for i, (left, top, right, bottom) in enumerate(100 * np.asarray(boxes, dtype=np.float64)):
+        place = f"position:absolute;left:{left:.2f}%;top:{top:.2f}%"
+        place += f";width:{right - left:.2f}%;height:{bottom - top:.2f}%"
+        cells.append(_cell(panel, i, box_name(boxes, i), others, place))
+    return f'<div class="grid">{"".join(cells)}</div>'
+
+
+def _cell(panel: Line, i: int, where: str, others: tuple[Weights, Weights], place: str = "") -> str:
+    title = f"{where}: {number(others[0][i], 4)} → {number(others[1][i], 4)}"
+    style = f'class="{panel.kind(i)}" style="--a:{panel.strength(i):.3f}{place and f";{place}"}"'
+    return f'<i {style} title="{title}"></i>'
 
 
 RISE, FALL, MASS = (214, 96, 16), (36, 104, 190), (13, 148, 136)

@@ -15,6 +15,7 @@ from audit.records import Comparison, Map, Positions, Probe
 from audit.report import Example
 from audit.store import Store
 
+_WHOLE = np.array([[0.0, 0.0, 1.0, 1.0]])
 LARGEST_SIDE = 224
 """Pixels of the longer side of an example image; a report stays small."""
 
@@ -49,21 +50,24 @@ def example_maps(
         return ()
     contents = _contents(config)
     return tuple(
-        _example(probe_id, store.map_of(one.run_id, probe_id), store.map_of(two.run_id, probe_id), contents)
-        for probe_id in moved_most(store, comparison.id, count)
+        _example(
+            store.map_of(one.run_id, probe_id, stream), store.map_of(two.run_id, probe_id, stream), contents
+        )
+        for probe_id, stream in moved_most(store, comparison.id, count)
     )
 
 
-def moved_most(store: Store, comparison_id: str, count: int) -> list[str]:
-    """Return the ids of the probes with the largest JS distance, largest first."""
+def moved_most(store: Store, comparison_id: str, count: int) -> list[tuple[str, str]]:
+    """Return the probes with the largest JS distance, largest first, each with every stream that moved."""
     import polars as pl
 
     table = store.comparison_probes(comparison_id)
     if table.is_empty():
         return []
-    per_probe = table.group_by("probe_id").agg(pl.col("js_distance").max())
-    ranked = per_probe.drop_nulls().sort("js_distance", "probe_id", descending=[True, False])
-    return list(ranked["probe_id"].head(count))
+    moved = table.drop_nulls("js_distance").group_by("probe_id", "stream").agg(pl.col("js_distance").max())
+    per_probe = moved.sort("stream").group_by("probe_id").agg(pl.col("js_distance").max(), pl.col("stream"))
+    ranked = per_probe.sort("js_distance", "probe_id", descending=[True, False]).head(count)
+    return [(row["probe_id"], stream) for row in ranked.to_dicts() for stream in row["stream"]]
 
 
 def _contents(config: AuditConfig | None) -> dict[str, Probe]:
@@ -75,12 +79,13 @@ def _contents(config: AuditConfig | None) -> dict[str, Probe]:
         return {}  # the report is still drawn, without content
 
 
-def _example(probe_id: str, before: Map, after: Map, contents: dict[str, Probe]) -> Example:
+def _example(before: Map, after: Map, contents: dict[str, Probe]) -> Example:
+    probe_id = before.probe_id
     probe = contents.get(probe_id)
     before, after = align_pair(before, after)
     positions = before.positions
-    if positions.kind == "patch" and positions.grid is not None:
-        patches = positions.boxes is not None and ~positions.special
+    if positions.kind == "patch" and (positions.grid is not None or positions.boxes is not None):
+        patches, by_box = ~positions.special, positions.grid is None
         return Example(
             probe_id,
             _caption(before, after),
@@ -88,6 +93,7 @@ def _example(probe_id: str, before: Map, after: Map, contents: dict[str, Probe])
             _content_share(before.weights[patches]),
             _content_share(after.weights[patches]),
             grid=positions.grid,
+            boxes=positions.boxes[patches] if by_box and positions.boxes is not None else None,
             png=None if probe is None or probe.image is None else probe_png(probe, positions),
         )
     words = None if probe is None else token_texts(probe, positions)
@@ -97,7 +103,8 @@ def _example(probe_id: str, before: Map, after: Map, contents: dict[str, Probe])
 def _caption(before: Map, after: Map) -> str:
     from audit.metrics import js_distance
 
-    return f"JS distance of the maps {float(js_distance(before.weights, after.weights)):.3f}"
+    which = "the maps" if before.stream == "input" else f"the maps of the {before.stream}"
+    return f"JS distance of {which} {float(js_distance(before.weights, after.weights)):.3f}"
 
 
 def _content_share(weights: np.ndarray) -> np.ndarray:
@@ -118,12 +125,12 @@ def token_texts(probe: Probe, positions: Positions) -> tuple[str, ...]:
 
 
 def probe_png(probe: Probe, positions: Positions) -> bytes | None:
-    """Return the part of the stored image that the patches cover."""
+    """Return the part of the stored image that the grid of patches covers, all of it where there is none."""
     from PIL import Image
 
     if probe.image is None or positions.boxes is None:
         return None
-    boxes = positions.boxes[~positions.special]
+    boxes = positions.boxes[~positions.special] if positions.grid is not None else _WHOLE
     pixels = load_image(probe.image)
     height, width = pixels.shape[:2]
     left, top = boxes[:, 0].min() * width, boxes[:, 1].min() * height

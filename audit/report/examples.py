@@ -27,9 +27,12 @@ class Example:
     words : tuple of str or None
         The word or token of each position; None prints positions only (``report.content = "none"``).
     grid : (rows, columns) or None
-        Shape of the patch grid; needed for images.
+        Shape of the patch grid; images need it, or `boxes`.
+    boxes : float array (n, 4) or None
+        Where patches lie that are no grid: left, top, right, bottom as fractions of the image.
     png : bytes or None
-        PNG file of exactly the area that the grid covers; None draws the patches alone.
+        PNG file of exactly the area that the grid covers, of the whole image with `boxes`; None draws the
+        patches alone.
 
     Raises
     ------
@@ -50,6 +53,7 @@ class Example:
     words: tuple[str, ...] | None = None
     grid: tuple[int, int] | None = None
     png: bytes | None = None
+    boxes: FloatArray | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot be drawn."""
@@ -66,7 +70,10 @@ class Example:
         self._check_image()
 
     def _check_image(self) -> None:
-        if self.kind == "image" and (self.grid is None or self.grid[0] * self.grid[1] != self.size):
+        if self.boxes is not None and self.boxes.shape != (self.size, 4):
+            raise ValueError(f"boxes: expected shape ({self.size}, 4), got {self.boxes.shape}")
+        tiled = self.grid is not None and self.grid[0] * self.grid[1] == self.size
+        if self.kind == "image" and self.boxes is None and not tiled:
             raise ValueError(f"grid: expected rows × columns = {self.size} patches, got {self.grid}")
         if self.png is not None and not self.png.startswith(PNG_SIGNATURE):
             raise ValueError(f"png: expected the bytes of a PNG file, got {self.png[:8]!r}")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -129,27 +130,42 @@ def patch_paths(values: FloatArray, grid: tuple[int, int], height: float, sign: 
     """
     rows, columns = grid
     wide, high = PANEL / columns, height / rows
+    places = [(wide * (i % columns), high * (i // columns), wide, high) for i in range(rows * columns)]
+    return _paths(values, places, sign)
+
+
+def box_paths(values: FloatArray, boxes: FloatArray, height: float, sign: str) -> tuple[Patches, ...]:
+    """Return the same of patches that lie anywhere, and over each other: left, top, right, bottom (n, 4)."""
+    corners = np.asarray(boxes, np.float64) * (PANEL, height, PANEL, height)
+    sizes = corners[:, 2:] - corners[:, :2]
+    return _paths(values, np.concatenate([corners[:, :2], sizes], axis=1).tolist(), sign)
+
+
+def _paths(values: FloatArray, places: Sequence[Sequence[float]], sign: str) -> tuple[Patches, ...]:
     steps = np.rint(np.asarray(values) * LEVELS).astype(int)
     found = []
     for step in range(1, LEVELS + 1):
-        path = "".join(
-            f"M{wide * (i % columns):.1f} {high * (i // columns):.1f}h{wide:.1f}v{high:.1f}h-{wide:.1f}z"
-            for i in np.flatnonzero(steps == step).tolist()
-        )
+        drawn = (places[i] for i in np.flatnonzero(steps == step).tolist())
+        path = "".join(f"M{x:.1f} {y:.1f}h{wide:.1f}v{high:.1f}h-{wide:.1f}z" for x, y, wide, high in drawn)
         if path:
             found.append(Patches(path, step / LEVELS, sign))
     return tuple(found)
 
 
-def _panels(example: Example, grid: tuple[int, int], height: float) -> tuple[Panel, ...]:
+def _panels(example: Example, height: float) -> tuple[Panel, ...]:
+    def paths(values: FloatArray, sign: str) -> tuple[Patches, ...]:
+        if example.grid is None and example.boxes is not None:
+            return box_paths(values, example.boxes, height, sign)
+        return patch_paths(values, example.grid or (1, 1), height, sign)
+
     both = _relative(np.concatenate([example.before, example.after]))
     difference = example.difference
     largest = float(np.abs(difference).max()) or 1.0
     rise, fall = np.clip(difference, 0, None) / largest, np.clip(-difference, 0, None) / largest
-    changed = patch_paths(rise, grid, height, "up") + patch_paths(fall, grid, height, "down")
+    changed = paths(rise, "up") + paths(fall, "down")
     return (
-        Panel("Before", patch_paths(both[: example.size], grid, height, "mass"), "map"),
-        Panel("After", patch_paths(both[example.size :], grid, height, "mass"), "map"),
+        Panel("Before", paths(both[: example.size], "mass"), "map"),
+        Panel("After", paths(both[example.size :], "mass"), "map"),
         Panel("Difference", changed, "difference"),
     )
 
@@ -162,11 +178,23 @@ def png_size(png: bytes) -> tuple[int, int] | None:
     return (width, height) if width and height else None
 
 
+def box_name(boxes: FloatArray, i: int) -> str:
+    """Return where one of several boxes (n, 4) lies, in per cent of the image.
+
+    >>> box_name(np.array([[0.0, 0.25, 0.5, 1.0]]), 0)
+    'box 0 to 50 % across, 25 to 100 % down'
+    """
+    left, top, right, bottom = (f"{100 * edge:.0f}" for edge in boxes[i])
+    return f"box {left} to {right} % across, {top} to {bottom} % down"
+
+
 def _place(example: Example) -> Callable[[int], str]:
     grid = example.grid
     if example.kind == "image" and grid is not None:
         columns = grid[1]
         return lambda i: f"patch row {i // columns}, column {i % columns}"
+    if example.boxes is not None:
+        return partial(box_name, example.boxes)
     words = example.words
     if words is None:
         return lambda i: f"position {i}"
@@ -192,9 +220,11 @@ def _image(example: Example) -> dict[str, Any]:
         image, size = base64.b64encode(example.png).decode("ascii"), png_size(example.png)
     if size is not None:
         ratio = size[1] / size[0]
+    elif example.grid is None:
+        notes.append("Boxes on a square: no image is shown.")
     height = round(PANEL * min(max(ratio, 0.25), 4.0), 1)
     return {
-        "panels": _panels(example, (rows, columns), height),
+        "panels": _panels(example, height),
         "image": image,
         "pixelated": size is not None and max(size) <= 64,
         "height": height,

@@ -67,7 +67,7 @@ def draw_pair(before: Map, after: Map, found: Content, layer: int | None) -> Non
     if before.share < 1 or after.share < 1:
         blocks.note(f"Part of the whole map on this stream: {change(before.share, after.share)}")
     kind = before.positions.kind
-    if kind == "patch" and before.positions.grid is not None:
+    if kind == "patch" and (before.positions.grid is not None or before.positions.boxes is not None):
         _draw_patches(before, old, new, found)
     elif kind == "frame" and before.positions.times is not None:
         _draw_frames(before, old, new, found)
@@ -101,22 +101,30 @@ def _draw_words(one: Map, old: Any, new: Any, found: Content) -> None:
 def _draw_patches(one: Map, old: Any, new: Any, found: Content) -> None:
     from audit.pipeline.examples import probe_png
 
-    assert one.positions.grid is not None
     patches = ~one.positions.special
     png = None
     if found.probe is not None:
         png = probe_png(found.probe, one.positions)
-    grid, (before, after) = one.positions.grid, (old[patches], new[patches])
-    peaks, smooth = _peaks(before, after), state.get("overlay") == "smooth"
+    before, after = old[patches], new[patches]
+    grid, boxes = one.positions.grid or (1, 1), None
+    if one.positions.grid is None and one.positions.boxes is not None:
+        boxes = one.positions.boxes[patches].astype(np.float64)
+    peaks, smooth = _peaks(before, after), state.get("overlay") == "smooth" and boxes is None
     panels = probe_view.pair_of_lines(before, after, peaks)
     both = (before, after)
-    blocks.html(probe_view.panels_html(panels, grid, png, smooth=smooth, others=both) + _scale(*peaks))
+    drawn = probe_view.panels_html(panels, grid, png, smooth=smooth, others=both, boxes=boxes)
+    blocks.html(drawn + _scale(*peaks))
     colours = theme.palette()
-    downloads.figure(_name(one), lambda: map_svg.panels_svg(panels, grid, png, colours, smooth=smooth))
+    downloads.figure(
+        _name(one), lambda: map_svg.panels_svg(panels, grid, png, colours, smooth=smooth, boxes=boxes)
+    )
+    if boxes is not None and png is None:
+        blocks.note("Boxes on a square: the probe file has no image to show behind them.")
     special = one.positions.special
     if special.any():
+        parts = f"{len(before)} boxes" if boxes is not None else f"{grid[0]} × {grid[1]} patches"
         blocks.note(
-            f"{grid[0]} × {grid[1]} patches; special tokens hold "
+            f"{parts}; special tokens hold "
             f"{change(old[special].sum(), new[special].sum())} "
             "of the map and are not drawn."
         )
