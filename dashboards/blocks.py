@@ -155,6 +155,13 @@ def meaning() -> None:
 
 
 @contextlib.contextmanager
+def folded(label: str, key: str) -> Iterator[bool]:
+    """Draw a part that is folded away, and made when a reader opens it; gives whether it is open."""
+    with st.expander(label, key=f"fold {key}", on_change="rerun") as part, section():
+        yield bool(part.open)
+
+
+@contextlib.contextmanager
 def section(title: str | None = None, explanation: str | None = None) -> Iterator[None]:
     """Draw one part of a page; what cannot be read is said in its place, the rest still stands."""
     if title:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from importlib import import_module
 from urllib.parse import urlencode
@@ -66,18 +65,9 @@ def guarded(draw: Callable[[], None], title: str) -> None:
         )
 
 
-@st.cache_resource(show_spinner=False)
-def prepare() -> threading.Thread:
-    """Import the other pages while the reader looks at the first one; once in a process."""
-    thread = threading.Thread(target=_import_pages, name="import-pages", daemon=True)
-    thread.start()
-    return thread
-
-
-def _import_pages() -> None:
-    for *_, module in PAGES:
-        import_module(f"dashboards.views.{module}")
-    import_module("audit.pipeline")
+def modules() -> list[str]:
+    """Return the names of the pages' modules."""
+    return [f"dashboards.views.{module}" for *_, module in PAGES]
 
 
 def share() -> None:

@@ -13,7 +13,7 @@ from dashboards.content import CONFIGS_VARIABLE
 from dashboards.data import STORE_VARIABLE
 from dashboards.loaded import LIMIT_VARIABLE
 
-APP = Path(__file__).parents[1] / "dashboards" / "app.py"
+APP = Path(__file__).parents[1] / "dashboards" / "main.py"
 
 
 def fresh() -> Iterator[None]:

@@ -225,7 +225,8 @@ def _layers(comparison: Comparison, cells: Sequence[Cell]) -> None:
 
 
 def _cell_table(name: str, cells: Sequence[Cell]) -> None:
-    with st.expander(f"Every number of this comparison ({len(cells):,} rows)"), blocks.section():
-        frame = frames.cells(cells)
-        st.dataframe(frame, hide_index=True, height=360)
-        downloads.table(f"{name}-cells", frame)
+    with blocks.folded(f"Every number of this comparison ({len(cells):,} rows)", "cells") as opened:
+        if opened:
+            frame = frames.cells(cells)
+            st.dataframe(frame, hide_index=True, height=360)
+            downloads.table(f"{name}-cells", frame)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 
@@ -13,6 +13,9 @@ from audit.records import Verdict
 from audit.report import rows
 from audit.report.wording import count, quantity, span
 from dashboards import blocks, data, downloads, naming, state
+
+if TYPE_CHECKING:
+    import polars as pl
 
 PAGE = 12
 ORDER = ("ERROR", "FAIL", "INCONCLUSIVE", "PASS", "COMPARED")
@@ -256,30 +259,36 @@ def sparkline(values: Sequence[float | None]) -> str:
 
 
 def _table(found: Sequence[Model]) -> None:
+    with blocks.folded("All audits as a table", "audits") as opened:
+        if opened:
+            frame = audits_frame(found)
+            st.dataframe(
+                frame,
+                hide_index=True,
+                height=min(420, 38 + 35 * len(frame)),
+                column_config={"time": blocks.TIME},
+            )
+            downloads.table("audits", frame)
+
+
+def audits_frame(found: Sequence[Model]) -> pl.DataFrame:
+    """Return every audit of these models as a table, the newest of each first."""
     import polars as pl
 
-    with st.expander("All audits as a table"):
-        frame = pl.DataFrame(
-            [
-                {
-                    "time": blocks.moment(one["provenance"]["time"]),
-                    "model": model.name,
-                    "outcome": one["outcome"] or rows.COMPARED,
-                    "method": model.method,
-                    "probes": one["n_probes"],
-                    "replicates": len(one["replicates"]),
-                    "comparison": one["comparison_id"],
-                    "sentence": one["sentence"],
-                }
-                for model in found
-                for one in reversed(model.history)
-            ],
-            infer_schema_length=None,
-        )
-        st.dataframe(
-            frame,
-            hide_index=True,
-            height=min(420, 38 + 35 * len(frame)),
-            column_config={"time": blocks.TIME},
-        )
-        downloads.table("audits", frame)
+    return pl.DataFrame(
+        [
+            {
+                "time": blocks.moment(one["provenance"]["time"]),
+                "model": model.name,
+                "outcome": one["outcome"] or rows.COMPARED,
+                "method": model.method,
+                "probes": one["n_probes"],
+                "replicates": len(one["replicates"]),
+                "comparison": one["comparison_id"],
+                "sentence": one["sentence"],
+            }
+            for model in found
+            for one in reversed(model.history)
+        ],
+        infer_schema_length=None,
+    )

@@ -60,10 +60,11 @@ def draw(name: str, comparison: Comparison, manifests: Sequence[Mapping[str, Any
         _shares(probe_id, table)
     else:
         blocks.note("The shares of the regions, and every verdict, are those of the stored map.")
-    with st.expander("Every position"), blocks.section():
-        frame = positions_frame(pairs, layer)
-        st.dataframe(frame, hide_index=True, height=300)
-        downloads.table(f"{clip(probe_id, 60)}-positions", frame)
+    with blocks.folded("Every position", "positions") as opened:
+        if opened:
+            frame = positions_frame(pairs, layer)
+            st.dataframe(frame, hide_index=True, height=300)
+            downloads.table(f"{clip(probe_id, 60)}-positions", frame)
 
 
 def _more(specs: Sequence[RunSpec], pairs: Pairs, found: Content) -> None:

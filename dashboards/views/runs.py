@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 
@@ -11,7 +11,12 @@ from audit.report import rows
 from audit.report.wording import count
 from dashboards import blocks, data, downloads, naming, state
 
+if TYPE_CHECKING:
+    import polars as pl
+
 KEYS = ("run",)
+LISTED = 500
+"""Runs in the list to choose from; a click on a row of the table chooses any."""
 
 
 def page() -> None:
@@ -31,7 +36,7 @@ def page() -> None:
         "everything that went into it."
     )
     with blocks.section():
-        _table(manifests)
+        _table(runs_frame(tuple(str(one["run_id"]) for one in manifests), manifests))
     with blocks.section():
         _run(_choose(manifests))
     state.publish(*KEYS)
@@ -54,11 +59,16 @@ def _row(manifest: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any
     }
 
 
-def _table(manifests: Sequence[Mapping[str, Any]]) -> None:
+@st.cache_resource(max_entries=2, show_spinner=False)
+def runs_frame(ids: tuple[str, ...], _manifests: Sequence[Mapping[str, Any]]) -> pl.DataFrame:  # noqa: ARG001
+    """Return the runs as a table; a run never changes, so that its id stands for it in the cache."""
     import polars as pl
 
-    names = _names(manifests)
-    frame = pl.DataFrame([_row(one, names) for one in manifests], infer_schema_length=None)
+    names = _names(_manifests)
+    return pl.DataFrame([_row(one, names) for one in _manifests], infer_schema_length=None)
+
+
+def _table(frame: pl.DataFrame) -> None:
     event = st.dataframe(
         frame,
         hide_index=True,
@@ -90,7 +100,10 @@ def _choose(manifests: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
             icon=":material/link_off:",
         )
         state.put(run=None)
-    names, shown = list(by_name), _names(manifests)
+    names = list(by_name)[:LISTED]
+    if (chosen := state.get("run")) is not None and chosen not in names:
+        names.append(chosen)
+    shown = _names([by_name[name] for name in names])
     chosen = state.pick(
         st.selectbox,
         "Run",
@@ -98,6 +111,9 @@ def _choose(manifests: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
         names,
         default=names[0],
         format_func=lambda name: f"{shown[by_name[name]['spec']['checkpoint']['ref']]} · {name}",
+        help=f"The newest {LISTED}; a click on a row of the table chooses any."
+        if len(by_name) > LISTED
+        else None,
     )
     return by_name[str(chosen)]
 

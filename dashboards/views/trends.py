@@ -124,10 +124,11 @@ def _draw(history: Sequence[Mapping[str, Any]]) -> None:
 def _table(name: str, found: Sequence[dict[str, Any]]) -> None:
     import polars as pl
 
-    frame = pl.DataFrame(found, infer_schema_length=None)
-    with st.expander("As a table"):
-        st.dataframe(frame, hide_index=True, column_config={"time": blocks.TIME})
-        downloads.table(name, frame)
+    with blocks.folded("As a table", "trend") as opened:
+        if opened:
+            frame = pl.DataFrame(found, infer_schema_length=None)
+            st.dataframe(frame, hide_index=True, column_config={"time": blocks.TIME})
+            downloads.table(name, frame)
 
 
 def reference(rules: Sequence[RuleVerdict], history: Sequence[Mapping[str, Any]]) -> trend_charts.Reference:
