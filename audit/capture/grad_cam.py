@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -39,26 +39,55 @@ def grad_cam(question: Question, layer: int) -> Tensor:
     """
     inputs, _, forward, others = differentiable(question)
     (item,) = question.batch
-    with torch.enable_grad(), _attention_inputs(core_model(question.checkpoint.model)) as seen:
+    layers = plan_capture(core_model(question.checkpoint.model)).modules().values()
+    with torch.enable_grad(), kept_inputs(layers) as seen:
         score = forward(inputs, *others)
-        if not -len(seen) <= layer < len(seen):
-            raise ConfigError(
-                f"[method] layer = {layer}, but the checkpoint has {len(seen)} attention layers; give one "
-                "of them"
-            )
-        features = seen[layer]
+        features = seen[check_layer(layer, len(seen))]
         if features.dim() != 3 or features.shape[1] != len(item) or not features.requires_grad:
             raise CaptureError(
                 f"attention layer {layer} takes features of shape {tuple(features.shape)} for {len(item)} "
                 "positions, so Grad-CAM has no map; use another method"
             )
-        (gradient,) = torch.autograd.grad(score.sum(), features)
-    slopes = gradient.double().mean(dim=1, keepdim=True)
-    return (slopes * features.detach().double()).sum(dim=-1).clamp_min(0)[0]
+        return activation_map(score.sum(), features, torch.arange(len(item)))
+
+
+def check_layer(layer: int, count: int) -> int:
+    """Return the index of an attention layer, of which there are `count`.
+
+    Raises
+    ------
+    ConfigError
+        When there is no such layer.
+    """
+    if not -count <= layer < count:
+        raise ConfigError(
+            f"[method] layer = {layer}, but the checkpoint has {count} attention layers; give one of them"
+        )
+    return layer % count
+
+
+def activation_map(score: Tensor, features: Tensor, places: Tensor) -> Tensor:
+    """Return the class activation map of one probe: (position,).
+
+    Parameters
+    ----------
+    score : scalar Tensor
+        Computed from the features.
+    features : Tensor (…, feature)
+    places : int64 Tensor (row,)
+        Position of each row of the features, negative where it has none.
+    """
+    (gradient,) = torch.autograd.grad(score, features)
+    places = places.to(features.device)
+    own = places >= 0
+    rows, slopes = (x.detach().double().flatten(0, -2)[own] for x in (features, gradient))
+    found = torch.zeros_like(rows[:, 0])
+    found[places[own]] = (rows @ slopes.mean(dim=0)).clamp_min(0)
+    return found
 
 
 @contextmanager
-def _attention_inputs(core: Any) -> Iterator[list[Tensor]]:
+def kept_inputs(layers: Iterable[nn.Module]) -> Iterator[list[Tensor]]:
     """Keep what each attention layer takes, call by call."""
     seen: list[Tensor] = []
 
@@ -66,7 +95,7 @@ def _attention_inputs(core: Any) -> Iterator[list[Tensor]]:
         seen.append(next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)))
 
     with ExitStack() as stack:
-        for module in plan_capture(core).modules().values():
+        for module in layers:
             handle = module.register_forward_pre_hook(own_thread(note), with_kwargs=True)
             stack.callback(handle.remove)
         yield seen

@@ -13,6 +13,7 @@ from torch import Tensor
 from audit.capture.joined import JoinedFold
 from audit.capture.joined_gradient import explained
 from audit.capture.joined_question import JoinedQuestion, Parts
+from audit.capture.joined_relevance import class_activation, relevance_parts
 from audit.capture.joined_sampling import sampled_parts
 from audit.capture.question import CONVERGED
 from audit.capture.scores import Score
@@ -77,22 +78,35 @@ def attribute_joined(
     Raises
     ------
     CaptureError
-        When integrated gradients or Shapley values do not add up, or patches cannot be removed.
+        When integrated gradients, Shapley values or relevances do not add up, patches cannot be removed, or
+        positions stand for no patches.
     """
     targets, _ = explained(asked.checkpoint, asked.item, outputs, asked.read, wanted)
-    extra: dict[str, float] = {}
-    if settings.method in ("shap", "lime"):
-        (tokens, patches), extra = sampled_parts(asked, targets, settings)
-    elif settings.method == "occlusion":
-        tokens, patches = _occlusion(asked, targets)
-    elif settings.method == "input_x_gradient":
-        tokens, patches = _input_x_gradient(asked, targets)
-    else:
-        (tokens, patches), extra["completeness_error"] = _integrated(asked, targets, settings.steps)
+    if settings.method == "grad_cam":
+        found = class_activation(asked, inner.plan, inner.slots, targets, settings.layer)
+        return JoinedAttribution(inner, *found, targets)
+    (tokens, patches), extra = _parts(asked, targets, settings)
     words = np.zeros(len(inner.row()))
     known = asked.front.words >= 0
     np.add.at(words, asked.front.words[known], tokens[known])
     return JoinedAttribution(inner, torch.from_numpy(words), torch.from_numpy(patches), targets, extra)
+
+
+def _parts(
+    asked: JoinedQuestion, targets: Mapping[str, Score], settings: FoldSettings
+) -> tuple[Parts, dict[str, float]]:
+    """Return what the score owes to each token and each patch, and diagnostics."""
+    if settings.method in ("shap", "lime"):
+        return sampled_parts(asked, targets, settings)
+    if settings.method == "occlusion":
+        return _occlusion(asked, targets), {}
+    if settings.method == "input_x_gradient":
+        return _input_x_gradient(asked, targets), {}
+    if settings.method == "lrp":
+        parts, error = relevance_parts(asked, targets)
+        return parts, {"conservation_error": error}
+    parts, error = _integrated(asked, targets, settings.steps)
+    return parts, {"completeness_error": error}
 
 
 def _occlusion(asked: JoinedQuestion, targets: Mapping[str, Score]) -> Parts:
@@ -111,8 +125,7 @@ def _occlusion(asked: JoinedQuestion, targets: Mapping[str, Score]) -> Parts:
 
 def _input_x_gradient(asked: JoinedQuestion, targets: Mapping[str, Score]) -> Parts:
     """Return |Σ input · gradient| of each token and patch."""
-    pixels = asked.item.tensors[asked.picture.name].double()
-    words = asked.embedded(asked.item.tensors["input_ids"]) if len(asked.front.words) else None
+    pixels, words = asked.inputs()
     by_pixel, by_word = asked.slopes(pixels, words, targets)
     return asked.summed(pixels * by_pixel, None if words is None or by_word is None else words * by_word)
 

@@ -117,10 +117,11 @@ class JoinedQuestion:
         """Return what tokens are replaced by; None where there are none."""
         return replacement_token(self.checkpoint, [])[1] if len(self.tokens) else None
 
-    def slopes(
+    @contextmanager
+    def scored(
         self, pixels: Tensor, words: Tensor | None, targets: Mapping[str, Score]
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the gradients of the score by pixels and embedded tokens at these."""
+    ) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """Yield the score of pixels and embedded tokens, and these as leaves of its graph."""
         model = self.checkpoint.model
         core = core_model(model)
         tensors = place(self.item.tensors, core.device, core.dtype)
@@ -132,9 +133,21 @@ class JoinedQuestion:
             outputs = run_model(model, {**tensors, self.picture.name: leaves[0].clone()}, keep_logits=True)
             score = explained(self.checkpoint, self.item, outputs, self.read, targets)[1]
             check_differentiable(score, outputs)
+            yield score, leaves
+
+    def slopes(
+        self, pixels: Tensor, words: Tensor | None, targets: Mapping[str, Score]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the gradients of the score by pixels and embedded tokens at these."""
+        with self.scored(pixels, words, targets) as (score, leaves):
             found = torch.autograd.grad(score, leaves, allow_unused=True)
         slopes = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
         return slopes[0].double().cpu(), slopes[1].double().cpu() if len(slopes) > 1 else None
+
+    def inputs(self) -> tuple[Tensor, Tensor | None]:
+        """Return the pixels and the embedded tokens of the probe, in float64."""
+        words = self.embedded(self.item.tensors["input_ids"]) if len(self.front.words) else None
+        return self.item.tensors[self.picture.name].double(), words
 
     def embedded(self, ids: Tensor) -> Tensor | None:
         """Return what the table of embeddings gives for tokens; None for images without a text."""

@@ -51,8 +51,6 @@ REFUSED: dict[str, dict[str, str]] = {
     "joined": {
         "attention_flow": _CONNECTOR,
         **dict.fromkeys(sorted(VALUE_AWARE), _BLOCKS),
-        "grad_cam": _TREE,
-        "lrp": _TREE,
     },
 }
 """Methods that have no exact meaning on a wiring, with the reason."""

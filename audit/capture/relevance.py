@@ -31,8 +31,9 @@ from audit.errors import CaptureError
 CONSERVED = 1e-3
 """Largest error of the sum in float32, as a part of the sum of sizes; half precision may have CONVERGED."""
 
-_ADDED = ("token", "embed", "position")
-"""Parts of the names of parameters that a model adds to its inputs (class tokens, position embeddings)."""
+_ADDED = ("token", "embed", "position", "newline", "latents")
+"""Parts of the names of parameters that a model adds to its inputs, or puts beside them: class tokens,
+position embeddings, the ends of rows of patches, learned latents."""
 
 
 def relevance(question: Question) -> tuple[Tensor, float]:
@@ -50,44 +51,72 @@ def relevance(question: Question) -> tuple[Tensor, float]:
         When the relevances and the added constants do not give the score: some step has no rule.
     """
     core = core_model(question.checkpoint.model)
+    (item,) = question.batch
     inputs, _, forward, others = differentiable(question)
-    with torch.enable_grad(), _only_added(core) as added, conserving(core):
+    with torch.enable_grad(), only_added(core) as added, conserving(core):
         score = forward(inputs, *others).sum()
-        found: tuple[Tensor | None, ...] = torch.autograd.grad(score, [inputs, *added], allow_unused=True)
-    if found[0] is None:
-        return question.read.new_zeros(len(question.batch[0]), dtype=torch.float64), 0.0
-    parts = inputs.detach().double() * found[0].double()
-    constants = [
-        (b.detach().double() * g.double()).sum()
-        for b, g in zip(added, found[1:], strict=True)
-        if g is not None
-    ]
-    total = float(parts.sum() + sum(constants))
-    sizes, whole = by_position(parts, question.batch[0]), float(score.detach())
-    error = abs(total - whole) / max(float(sizes.sum()), abs(whole), 1e-30)
-    _check(question, error, inputs.dtype)
+        (parts,), total = relevances(score, [inputs], added)
+    sizes = by_position(parts, item)
+    error = conservation_error(item.probe.id, core, score, total, float(sizes.sum()))
     return sizes, error
 
 
-def _check(question: Question, error: float, dtype: torch.dtype) -> None:
-    allowed = CONSERVED if dtype in (torch.float32, torch.float64) else CONVERGED
-    name = type(core_model(question.checkpoint.model)).__name__
+def relevances(
+    score: Tensor, leaves: Sequence[Tensor], added: Sequence[Tensor]
+) -> tuple[list[Tensor], float]:
+    """Return the relevance of each number of each leaf, and their sum with that of the constants.
+
+    Parameters
+    ----------
+    score : Tensor
+        A scalar, computed while the rules of :func:`conserving` were in force.
+    leaves : sequence of Tensor
+        Inputs.
+    added : sequence of Tensor
+        What :func:`only_added` gave.
+    """
+    everything = [*leaves, *added]
+    slopes: tuple[Tensor | None, ...] = torch.autograd.grad(score, everything, allow_unused=True)
+    found = [
+        torch.zeros_like(given, dtype=torch.float64)
+        if slope is None
+        else given.detach().double() * slope.double()
+        for given, slope in zip(everything, slopes, strict=True)
+    ]
+    return found[: len(leaves)], float(sum(part.sum() for part in found))
+
+
+def conservation_error(probe: str, model: Any, score: Tensor, total: float, sizes: float) -> float:
+    """Return by how much relevances and constants miss the score, as a part of the sum of their sizes.
+
+    Raises
+    ------
+    CaptureError
+        When that is more than rounding.
+    """
+    whole = float(score.detach())
+    error = abs(total - whole) / max(sizes, abs(whole), 1e-30)
+    allowed = CONSERVED if score.dtype in (torch.float32, torch.float64) else CONVERGED
     if not error <= allowed:
         raise CaptureError(
-            f"probe {question.batch[0].probe.id}: relevances miss the target logit by {error:.1%}, allowed "
-            f"{allowed:.1%}, so {name} has a step that LRP has no rule for; use "
-            " input_x_gradient or integrated_gradients"
+            f"probe {probe}: relevances miss the target logit by {error:.1%}, allowed {allowed:.1%}, so "
+            f"{type(model).__name__} has a step that LRP has no rule for; use input_x_gradient or "
+            "integrated_gradients"
         )
+    return error
 
 
 @contextmanager
-def _only_added(core: Any) -> Iterator[list[Tensor]]:
-    """Let gradients reach, of all parameters, only those that are added; put every flag back."""
+def only_added(core: Any, *tables: Any) -> Iterator[list[Tensor]]:
+    """Let gradients reach, of all parameters, only those that are added; put every flag back.
+
+    `tables` of embeddings are inputs, no constants; by default the model's own.
+    """
     flags = [(parameter, parameter.requires_grad) for parameter in core.parameters()]
-    table, added = core.get_input_embeddings(), []
+    inputs, added = tables or (core.get_input_embeddings(),), list[Tensor]()
     for module in core.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            is_table = module is table and isinstance(module, nn.Embedding)
+            is_table = any(module is table for table in inputs) and isinstance(module, nn.Embedding)
             if not is_table and (
                 name.endswith("bias") or isinstance(module, nn.Embedding) or any(p in name for p in _ADDED)
             ):
@@ -194,10 +223,11 @@ def _layer_norm(_func: Callable[..., Any], args: list[Any], options: dict[str, A
     axes = tuple(range(-len(given["normalized_shape"]), 0))
     centred = given["input"] - given["input"].mean(dim=axes, keepdim=True)
     spread = (centred.detach().square().mean(dim=axes, keepdim=True) + given["eps"]).sqrt()
-    return _scaled(centred / spread, given["weight"], given["bias"])
+    normed = (centred / spread).contiguous()  # as torch's own is, whatever it takes
+    return _scaled(normed, given["weight"], given["bias"])
 
 
-def _rms_norm(func: Callable[..., Any], args: list[Any], options: dict[str, Any]) -> Any:
+def _one_scale(func: Callable[..., Any], args: list[Any], options: dict[str, Any]) -> Any:
     given = args[0] if args else options["input"]
     return _as_slope(given, func(*args, **options))
 
@@ -209,7 +239,7 @@ def _scaled(normed: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tenso
 
 _RULES: dict[str, Callable[..., Any]] = {
     "layer_norm": _layer_norm,
-    "rms_norm": _rms_norm,
+    **dict.fromkeys(("rms_norm", "normalize"), _one_scale),
     "scaled_dot_product_attention": _attention,
     **dict.fromkeys(("softmax", "sigmoid", "rsqrt"), _held),
     **dict.fromkeys(("gelu", "silu", "tanh", "elu", "mish", "leaky_relu", "hardswish"), _slope),

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import combinations
 from math import factorial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from audit.capture import capture
 from audit.capture.image_text import ImageTextEncoder
 from audit.capture.inputs import Encoded
+from audit.errors import CaptureError, ConfigError
 from audit.records import CaptureSettings, Checkpoint, Map, Method, Probe
-from tests.integration.tiny_image_text import FAMILIES, llava, question_probes
+from tests.integration.test_capture_image_text import by_stream
+from tests.integration.test_capture_windows import swin
+from tests.integration.test_image_text_methods import connector
+from tests.integration.tiny_image_text import FAMILIES, blip, idefics2, llava, question_probes
+from tests.integration.tiny_models import image_probes
 
+MAKERS: dict[str, Callable[[], Checkpoint]] = {
+    **FAMILIES,
+    "idefics2": idefics2,
+    "swin": swin,
+    "swinv2": lambda: swin("Swinv2ForImageClassification"),
+}
 Vector = NDArray[np.float64]
 Value = Callable[[frozenset[int]], float]
 
@@ -32,6 +46,10 @@ def logit(subject: Checkpoint, tensors: dict[str, Tensor]) -> Tensor:
     token = subject.processor.tokenizer("a", add_special_tokens=False)["input_ids"][0]
     found: Tensor = subject.model(**tensors).logits[0, -1, token].double()
     return found
+
+
+def params(name: str, **given: Any) -> Method:
+    return Method(name, params=given)
 
 
 def content(maps: Sequence[Map]) -> Vector:
@@ -99,7 +117,7 @@ def test_shapley_values_of_patches_and_tokens_tend_to_those_of_all_sets() -> Non
         for place, player in enumerate(order):
             before = frozenset(order[:place])
             drawn[player] += (value(before | {player}) - value(before)) / 40
-    method = Method("shap", params={"samples": 40})
+    method = params("shap", samples=40)
     (captured,) = capture(subject, [probe], method=method, target="a")
     found = content(captured.maps)
     np.testing.assert_allclose(found, np.abs(drawn) / np.abs(drawn).sum(), atol=1e-4)
@@ -119,7 +137,7 @@ def test_lime_is_the_ridge_regression_of_the_logit_on_what_is_kept() -> None:
     middle, mean = weight @ kept / weight.sum(), weight @ values / weight.sum()
     x, y = kept - middle, values - mean
     slopes = np.abs(np.linalg.solve(x.T @ (weight[:, None] * x) + np.eye(count), x.T @ (weight * y)))
-    method = Method("lime", params={"samples": 60, "seed": 3})
+    method = params("lime", samples=60, seed=3)
     (captured,) = capture(subject, [probe], method=method, target="a")
     np.testing.assert_allclose(content(captured.maps), slopes / slopes.sum(), atol=1e-4)
 
@@ -157,3 +175,173 @@ def test_integrated_gradients_of_packed_patches_are_complete() -> None:
     (captured,) = capture(subject, probes, method=Method("integrated_gradients"), target="a")
     assert content(captured.maps).sum() == pytest.approx(1.0)
     assert captured.maps[0].diagnostics["completeness_error"] < 0.05
+
+
+# --- Grad-CAM ---------------------------------------------------------------------------------
+
+
+def slow_grad_cam(score: Tensor, features: Tensor) -> Vector:
+    """(Σ_k α_k H_jk)⁺ with α the mean gradient over positions, loop by loop."""
+    (slopes,) = torch.autograd.grad(score, features, retain_graph=True)
+    H, G = (x.detach().double().reshape(-1, x.shape[-1]).numpy() for x in (features, slopes))
+    alpha = [G[:, k].mean() for k in range(H.shape[1])]
+    return np.array([max(0.0, sum(a * h for a, h in zip(alpha, row, strict=True))) for row in H])
+
+
+@contextmanager
+def taken(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Keep what a module takes in each call."""
+    kept = list[Tensor]()
+
+    def keep(_module: nn.Module, args: Any, kwargs: Any) -> None:
+        kept.append(args[0] if args else kwargs["hidden_states"])
+
+    handle = module.register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        yield kept
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize(("family", "layer"), [("llava", -1), ("llava", 0), ("gemma3", -1), ("idefics3", 1)])
+def test_grad_cam_lays_the_features_of_image_tokens_on_their_patches(family: str, layer: int) -> None:
+    subject, probes = FAMILIES[family](), question_probes(1)
+    tensors = dict(encode(subject, probes[0]).tensors)
+    model = subject.model.model
+    blocks = (model.text_model if family == "idefics3" else model.language_model).layers
+    with taken(blocks[layer].self_attn) as kept:
+        raw = slow_grad_cam(logit(subject, tensors), *kept)
+    maps = by_stream(next(capture(subject, probes, method=params("grad_cam", layer=layer), target="a")).maps)
+    image, text = maps["image"], maps["text"]
+    C, places = connector(family, subject, tensors, len(image.weights))
+    assert raw[places].sum() > 0
+    np.testing.assert_allclose(image.weights * image.share, raw[places] @ C / raw.sum(), atol=1e-5)
+    np.testing.assert_allclose(text.weights * text.share, np.delete(raw, places) / raw.sum(), atol=1e-5)
+
+
+def test_grad_cam_of_windows_puts_each_row_where_it_comes_from() -> None:
+    """The first stage has four windows, shifted by two in its second layer."""
+    subject, probes = swin(depths=[2], num_heads=[2]), image_probes(1)
+    pixels = subject.processor(probes[0].image, return_tensors="pt", input_data_format="channels_last")
+    with taken(subject.model.swin.encoder.layers[0].blocks[1].attention) as kept:
+        raw = slow_grad_cam(subject.model(**pixels).logits[0, 2], *kept)
+    places = np.roll(np.arange(64).reshape(8, 8), (-2, -2), axis=(0, 1))
+    placed = np.zeros(64)
+    placed[places.reshape(2, 4, 2, 4).transpose(0, 2, 1, 3).flatten()] = raw
+    (one,) = next(capture(subject, probes, method=Method("grad_cam"), target=2)).maps
+    np.testing.assert_allclose(one.weights, placed / placed.sum(), atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [blip, idefics2])
+def test_grad_cam_is_refused_where_no_position_has_the_features_of_a_patch(
+    make: Callable[[], Checkpoint],
+) -> None:
+    with pytest.raises(
+        CaptureError, match="has the features of patches and Grad-CAM has no map of them; use"
+    ):
+        next(capture(make(), question_probes(1), method=Method("grad_cam")))
+
+
+def test_grad_cam_at_a_layer_that_the_last_stack_has_not_is_refused() -> None:
+    with pytest.raises(ConfigError, match="layer = 2, but the checkpoint has 2 attention layers"):
+        next(capture(llava(), question_probes(1), method=params("grad_cam", layer=2)))
+
+
+# --- LRP --------------------------------------------------------------------------------------
+
+
+def slope(act: nn.Module) -> Callable[[Tensor], Tensor]:
+    plain = act.forward
+    return lambda x: x * torch.where(x == 0, 0.0, plain(x) / x).detach()
+
+
+def with_constants(model: nn.Module) -> nn.Module:
+    """Return LLaVA with weights of attention, spreads of norms, slopes and half of each gate as constants."""
+    copied = copy.deepcopy(model).double()
+    copied.set_attn_implementation("eager")
+    for module in copied.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.forward = lambda x, m=module: (
+                (x - x.mean(-1, keepdim=True))
+                / (x.var(-1, unbiased=False, keepdim=True) + m.eps).sqrt().detach()
+                * m.weight
+                + m.bias
+            )
+        elif type(module).__name__ == "LlamaRMSNorm":
+            module.forward = lambda x, m=module: (
+                m.weight * x / (x.pow(2).mean(-1, keepdim=True) + m.variance_epsilon).sqrt().detach()
+            )
+        elif type(module).__name__ == "LlamaMLP":
+
+            def gated(x: Tensor, m: Any = module) -> Tensor:
+                gate, up = m.act_fn(m.gate_proj(x)), m.up_proj(x)
+                return m.down_proj((gate.detach() * up + gate * up.detach()) / 2)
+
+            module.forward = gated
+        elif type(module).__module__ == "transformers.activations":
+            module.forward = slope(module)
+    return copied
+
+
+def test_relevance_equals_input_times_gradient_of_a_model_with_its_factors_held() -> None:
+    subject, probes = llava(), question_probes(1)
+    subject.model.double()
+    item = encode(subject, probes[0])
+    held = replace(subject, model=with_constants(subject.model))
+    pixels = item.tensors["pixel_values"].double().requires_grad_()
+    words = subject.model.get_input_embeddings()(item.tensors["input_ids"]).detach().requires_grad_()
+    hook = held.model.get_input_embeddings().register_forward_hook(lambda *_: words.clone())
+    with held_softmaxes():
+        score = logit(held, {**item.tensors, "pixel_values": pixels})
+    hook.remove()
+    assert float(score.detach()) == pytest.approx(
+        float(logit(subject, {**item.tensors, "pixel_values": pixels.detach()}).detach()), rel=1e-5
+    )  # Llama's norms and softmaxes are in float32 whatever the model's precision
+    slopes = torch.autograd.grad(score, [pixels, words])
+    parts = (pixels * slopes[0])[0].sum(0).reshape(4, 8, 4, 8).sum((1, 3)).flatten().abs().detach()
+    spoken = (words * slopes[1])[0].sum(-1).abs().detach()
+    places = item.tensors["input_ids"][0] == subject.model.config.image_token_id
+    assert not spoken[places].any()
+    total = float(parts.sum() + spoken.sum())
+    maps = by_stream(next(capture(subject, probes, method=Method("lrp"), target="a")).maps)
+    image, text = maps["image"], maps["text"]
+    np.testing.assert_allclose((image.weights * image.share)[1:], parts / total, atol=1e-6)
+    np.testing.assert_allclose(text.weights * text.share, spoken[~places] / total, atol=1e-6)
+
+
+@contextmanager
+def held_softmaxes() -> Iterator[None]:
+    plain = nn.functional.softmax
+    nn.functional.softmax = lambda *args, **kwargs: plain(*args, **kwargs).detach()  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        nn.functional.softmax = plain  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "idefics2", "swin", "swinv2"])
+def test_relevance_is_conserved_from_the_answer_down_to_pixels_and_words(family: str) -> None:
+    windows = family.startswith("swin")
+    subject = MAKERS[family]()
+    with torch.no_grad():
+        for name, parameter in subject.model.named_parameters():
+            if "gate" in name and parameter.dim() < 2:  # Llama 3.2's are closed before training
+                parameter.fill_(0.7)
+    flags = [parameter.requires_grad for parameter in subject.model.parameters()]
+    probes = image_probes(1) if windows else question_probes(1)
+    (captured,) = capture(subject, probes, method=Method("lrp"))
+    assert sum(one.share for one in captured.maps) == pytest.approx(1.0)
+    for one in captured.maps:
+        assert one.diagnostics["conservation_error"] < 1e-5
+        assert one.share > 0.01
+        assert one.weights.max() > 1.1 * one.weights.mean()
+    assert [parameter.requires_grad for parameter in subject.model.parameters()] == flags
+    assert all(parameter.grad is None for parameter in subject.model.parameters())
+
+
+def test_relevance_through_a_connector_without_a_rule_is_refused() -> None:
+    subject = llava()
+    projector = subject.model.model.multi_modal_projector
+    projector.register_forward_hook(lambda _module, _args, output: output.abs().add(1).log() + output)
+    with pytest.raises(CaptureError, match=r"relevances miss the target logit by .* has a step that LRP has"):
+        next(capture(subject, question_probes(1), method=Method("lrp")))
