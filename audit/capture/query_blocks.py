@@ -82,7 +82,7 @@ def rows_by_blocks(
 
 
 def laid_out(call: KernelCall) -> KernelCall:
-    """Return the call with queries and keys as blocks are computed from: each head in one piece, in float32.
+    """Return the call with queries and keys as blocks are computed from: head after head, in float32.
 
     Otherwise every block would copy and convert all keys again.
     """
@@ -90,7 +90,8 @@ def laid_out(call: KernelCall) -> KernelCall:
     key = call.key.to(dtype)
     if key.shape[1] != call.query.shape[1]:
         key = key.repeat_interleave(call.query.shape[1] // key.shape[1], dim=1)
-    return replace(call, query=call.query.to(dtype).contiguous(), key=key.contiguous())
+    query, key = (t.transpose(0, 1).contiguous().transpose(0, 1) for t in (call.query.to(dtype), key))
+    return replace(call, query=query, key=key)
 
 
 def query_blocks(call: KernelCall) -> Iterator[slice]:
@@ -106,9 +107,9 @@ def _times_fused(weights: Tensor, rows: Tensor, settings: FoldSettings, layer: i
     shares = settings.head_weights_of(layer)
     if prunes(settings) or rows.shape[1] > FEW_ROWS:
         return rows @ fuse_heads(weights, query_offset=start, head_weights=shares, **settings.fusion)
-    heads = rows[:, None] @ weights
+    heads = rows @ weights.transpose(0, 1)  # as they lie: (head, batch, row, key)
     return (
-        heads.mean(dim=1) if shares is None else torch.einsum("h,bhrk->brk", heads.new_tensor(shares), heads)
+        heads.mean(dim=0) if shares is None else torch.einsum("h,hbrk->brk", heads.new_tensor(shares), heads)
     )
 
 

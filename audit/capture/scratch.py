@@ -7,12 +7,17 @@ from torch import Tensor
 
 from audit.capture.weights import attention_weights
 
+HEAD_BY_HEAD = 4
+"""From so many samples on, a product for each head, which reads queries and keys where the model has laid
+them; smaller batches take one product of all heads, which copies them first but keeps all threads busy."""
+
 
 class Scratch:
     """Room for the weights of one attention call at a time.
 
     Who takes weights from here is done with them before the next call's are asked for. The room grows to
-    the largest call and stays; one thread uses it.
+    the largest call and stays, head by head, so that weights are a view with its first axes exchanged; one
+    thread uses it.
     """
 
     def __init__(self) -> None:
@@ -52,27 +57,31 @@ class Scratch:
                 position_bias=position_bias,
                 sinks=sinks,
             )
-        scores = self._scores(query, key, query.shape[-1] ** -0.5 if scaling is None else scaling)
+        room = self._scores(query, key, query.shape[-1] ** -0.5 if scaling is None else scaling)
+        scores = room.transpose(0, 1)
         hide(scores, mask, is_causal=is_causal)
         empty = None if mask is None else torch.isneginf(scores.amax(dim=-1, keepdim=True))
-        weights = torch.softmax(scores, dim=-1, out=scores)
+        torch.softmax(room, dim=-1, out=room)
         if empty is not None and bool(empty.any()):
-            weights.masked_fill_(empty, 0.0)
-        return weights
+            scores.masked_fill_(empty, 0.0)
+        return scores
 
     def _scores(self, query: Tensor, key: Tensor, scale: float) -> Tensor:
-        """Return scale · QKᵀ: (batch, head, query, key)."""
+        """Return scale · QKᵀ: (head, batch, query, key)."""
         dtype = torch.promote_types(query.dtype, torch.float32)
-        batch, heads, queries, width = query.shape
-        if key.shape[1] != heads:
-            key = key.repeat_interleave(heads // key.shape[1], dim=1)
-        shape = (batch, heads, queries, key.shape[2])
-        scores = self._take(shape, dtype)
-        flat = scores.view(batch * heads, *shape[2:])
-        rows = query.to(dtype).reshape(len(flat), queries, width)
-        columns = key.to(dtype).reshape(len(flat), shape[3], width).transpose(1, 2)
-        torch.baddbmm(flat, rows, columns, beta=0, alpha=scale, out=flat)
-        return scores
+        query, key = query.to(dtype).transpose(0, 1), key.to(dtype).transpose(0, 1)
+        heads, batch, queries, _ = query.shape
+        group = heads // len(key)
+        room = self._take((heads, batch, queries, key.shape[2]), dtype)
+        if batch < HEAD_BY_HEAD:
+            key = key.repeat_interleave(group, dim=0) if group > 1 else key
+            rows, columns, flat = (t.reshape(-1, *t.shape[2:]) for t in (query, key, room))
+            torch.baddbmm(flat, rows, columns.transpose(1, 2), beta=0, alpha=scale, out=flat)
+            return room
+        for head, part in enumerate(room):
+            columns = key[head // group].transpose(1, 2)
+            torch.baddbmm(part, query[head], columns, beta=0, alpha=scale, out=part)
+        return room
 
     def _take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         size = torch.Size(shape).numel()

@@ -84,7 +84,8 @@ def test_attention_weights_of_a_row_without_keys_are_zero_and_nan_stays_nan() ->
 
 @pytest.mark.parametrize("masked", ["none", "causal", "bool", "additive"])
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
-def test_weights_in_lent_memory_are_the_same(masked: str, key_heads: int) -> None:
+@pytest.mark.parametrize("copies", [1, 3])
+def test_weights_in_lent_memory_are_the_same(masked: str, key_heads: int, copies: int) -> None:
     allowed = torch.ones(2, 1, 5, 5, dtype=torch.bool)
     allowed[0, ..., 3:] = False
     allowed[1, 0, 2] = False  # a row without keys
@@ -92,8 +93,10 @@ def test_weights_in_lent_memory_are_the_same(masked: str, key_heads: int) -> Non
     mask = {"bool": allowed, "additive": hidden}.get(masked)
     scratch = Scratch()
     for n in (5, 3):  # the larger call first: the smaller one takes part of its room
-        query, key, _ = tensors(key_heads=key_heads, n=n, seed=n)
-        part = None if mask is None else mask[..., :n, :n]
+        query, key, _ = (
+            torch.cat([t, -t, 2 * t][:copies]) for t in tensors(key_heads=key_heads, n=n, seed=n)
+        )
+        part = None if mask is None else mask[..., :n, :n].repeat(copies, 1, 1, 1)
         expected = attention_weights(query, key, part, scaling=0.3, is_causal=masked == "causal")
         found = scratch.weights(query, key, part, scaling=0.3, is_causal=masked == "causal")
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
