@@ -77,7 +77,7 @@ def activation_map(score: Tensor, features: Tensor, places: Tensor) -> Tensor:
     places : int64 Tensor (row,)
         Position of each row of the features, negative where it has none.
     """
-    (gradient,) = torch.autograd.grad(score, features)
+    (gradient,) = torch.autograd.grad(score, features, retain_graph=True)  # another tower may follow
     places = places.to(features.device)
     own = places >= 0
     rows, slopes = (x.detach().double().flatten(0, -2)[own] for x in (features, gradient))

@@ -30,7 +30,7 @@ _CONNECTOR = "a connector that merges patches by a convention has no capacity; u
 _FEATURES = "its image regions come as features, which cannot be removed; use gradient_rollout"
 REFUSED: dict[str, dict[str, str]] = {
     "single": {},
-    "towers": {"grad_cam": _TREE, "lrp": _TREE},
+    "towers": {},
     "encoder-decoder": {
         "globenc": "the second norm of a decoder layer follows its cross-attention, not the feed-forward "
         "block; use norms or alti",

@@ -29,6 +29,7 @@ from audit.capture.question import refuse_sound
 from audit.capture.scores import Score
 from audit.capture.settings import ATTRIBUTION, MEASURED, FoldSettings
 from audit.capture.targets import SIMILARITY, similarity
+from audit.capture.tower_attribution import Similarity
 from audit.capture.tower_methods import Towers
 from audit.capture.towers import tower_reads
 from audit.errors import CaptureError, ConfigError, ProbeError
@@ -137,10 +138,13 @@ def _attributed(
         roots = "", ""
     pair = names[0], names[1]
     tables = input_tables(checkpoint, plan.wiring, pair, roots)
-    halves = Halves(checkpoint, asked.fold, pair, tables, asked.settings.batch_tokens, plan.alone)
     first, second = inner.streams()
-    positions = [asked.positions(item) for item in batch]
-    return _Found(halves.streams(batch, positions, targets, (first.causal, second.causal)), targets), outputs
+    positions, causal = [asked.positions(item) for item in batch], (first.causal, second.causal)
+    if plan.wiring == "towers" and asked.fold.method in ("grad_cam", "lrp"):
+        both = Similarity(checkpoint, plan, asked.fold, pair, tables)
+        return _Found(both.streams(batch, positions, causal), targets), outputs
+    halves = Halves(checkpoint, asked.fold, pair, tables, asked.settings.batch_tokens, plan.alone)
+    return _Found(halves.streams(batch, positions, targets, causal), targets), outputs
 
 
 def _tower_input(positions: Positions) -> str:

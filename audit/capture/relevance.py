@@ -196,6 +196,15 @@ def _attention(func: Callable[..., Any], args: list[Any], options: dict[str, Any
     return func(*args, **options)
 
 
+def _multi_head(func: Callable[..., Any], args: list[Any], options: dict[str, Any]) -> Any:
+    """Hold the weights of torch's own multi-head attention fixed: all but values and their bias."""
+    query, key, value, size, heads, weight, bias, *rest = args
+    if bias is not None:  # of queries, keys and values, one after the other
+        bias = torch.cat([bias[: 2 * size].detach(), bias[2 * size :]])
+    options = {k: v.detach() if k == "attn_mask" and isinstance(v, Tensor) else v for k, v in options.items()}
+    return func(query.detach(), key.detach(), value, size, heads, weight, bias, *rest, **options)
+
+
 def _product(func: Callable[..., Any], args: list[Any], options: dict[str, Any]) -> Any:
     """Give each factor of a product of two activations half."""
     if len(args) < 2 or not (_varies(args[0]) and _varies(args[1])):
@@ -241,6 +250,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "layer_norm": _layer_norm,
     **dict.fromkeys(("rms_norm", "normalize"), _one_scale),
     "scaled_dot_product_attention": _attention,
+    "multi_head_attention_forward": _multi_head,
     **dict.fromkeys(("softmax", "sigmoid", "rsqrt"), _held),
     **dict.fromkeys(("gelu", "silu", "tanh", "elu", "mish", "leaky_relu", "hardswish"), _slope),
     **dict.fromkeys(("mul", "multiply", "__mul__", "__rmul__", "matmul", "__matmul__", "bmm"), _product),

@@ -144,8 +144,8 @@ def test_lime_is_the_ridge_regression_of_the_logit_on_what_is_kept() -> None:
 
 def packed_grey(pixels: Tensor, patch: int) -> Tensor:
     """Turn a patch of Qwen's packed row to the mean colour: colours, two frames, 8×8 side by side."""
-    changed = pixels.clone().view(len(pixels), 3, 2 * 64)
-    changed[patch] = pixels.view(len(pixels), 3, -1).mean(dim=(0, 2))[:, None]
+    changed = pixels.clone().view(len(pixels), 3, -1)
+    changed[patch] = changed.mean(dim=(0, 2))[:, None]
     return changed.view_as(pixels)
 
 
