@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from audit.capture.joined_cross import crossed_relevance
 from audit.capture.layers import CapturePlan
 from audit.capture.origins import Origins, latent_count
 from audit.capture.pair_gradient import stack_leaves
-from audit.capture.passes import exclusive, run_model
+from audit.capture.passes import exclusive, run_model, watched
 from audit.capture.scores import Score
 from audit.capture.settings import FoldSettings
 from audit.capture.targets import resolve_targets, target_scores
@@ -35,6 +35,16 @@ from audit.errors import CaptureError
 from audit.methods._arrays import normalize_rows
 from audit.methods.gradient import gradient_row_step, product_step, relevance_step, weigh_by_gradient
 from audit.records import Checkpoint
+
+
+class _Call(NamedTuple):
+    """A call of a kernel: which layer of its stack it is, and where its positions begin in the stack."""
+
+    path: str
+    stack: str
+    layer: int
+    start: int
+    rows: int
 
 
 class JoinedRelevance:
@@ -70,11 +80,11 @@ class JoinedRelevance:
         self.relevance = settings.form == "relevance"
         self.targets: dict[str, Score] = {}
         self.calls, self.causal = 0, True
-        self.order: list[tuple[str, str, int]] = []
+        self.order: list[_Call] = []
         self._stack_of = {layer.path: layer.stack for layer in plan.layers}
         self._vector = torch.zeros_like(self.read) if self.relevance else self.read.clone()
         self._blocks: list[Tensor] = []
-        self._weighted: dict[str, dict[int, Tensor]] = {stack: {} for stack in plan.stacks}
+        self._weighted: dict[tuple[str, int], list[tuple[_Call, Tensor]]] = {}
         self._left: list[int] = []
         self._later = False
         self._crossed = {layer.path for layer in plan.layers if layer.kind == "cross"}
@@ -104,16 +114,20 @@ class JoinedRelevance:
 
     # --- what backward gives ------------------------------------------------------------------
 
-    def note(self, path: str) -> None:
-        """Note a call of the forward pass."""
-        stack = self._stack_of[path]
-        self.order.append((path, stack, sum(1 for _, other, _ in self.order if other == stack)))
+    def note(self, path: str, rows: int = 0) -> None:
+        """Note a call of the forward pass; of a layer that attends in pieces, one of `rows` positions."""
+        stack, before = self._stack_of[path], self.order[-1] if self.order else None
+        if before is not None and path in self.plan.pieces and before.path == path:
+            self.order.append(_Call(path, stack, before.layer, before.start + before.rows, rows))
+        else:
+            self.order.append(_Call(path, stack, self._count(stack), 0, rows))
 
     def valid_of(self, path: str) -> tuple[Tensor, Tensor | None]:
         """Return the queries of a layer, and its keys where they are others: all are valid."""
         stack = self._stack_of[path]
         sequences, length = self.front.sizes[stack]
         shape = tuple(self.slots[path].shape) if path in self.slots else (sequences, length)
+        shape = (1, self.order[-1].rows) if path in self.plan.pieces else shape
         valid = torch.ones(shape, dtype=torch.bool, device=self.read.device)
         if path in self._crossed:
             return valid, valid.new_ones(1, int(np.prod(self.front.sizes[KEYS])))
@@ -140,14 +154,16 @@ class JoinedRelevance:
 
     def finish_layer(self, layer: int) -> None:
         """Take the layer's blocks together; the last stack's are folded into its row at once."""
-        path, stack, index = self.order[layer]
-        weighted = self._square(path, torch.cat(self._blocks, dim=1).double())
-        if self.apart and stack == self.plan.stacks[-1]:  # a cross step needs what lies below it
+        call = self.order[layer]
+        path, stack, index = call.path, call.stack, call.layer
+        weighted = torch.cat(self._blocks, dim=1).double()
+        if stack != self.plan.stacks[-1]:
+            self._weighted.setdefault((stack, index), []).append((call, weighted))
+            return
+        weighted = self._square(path, weighted)
+        if self.apart:  # a cross step needs what lies below it
             self._last[index] = weighted
             self.causal &= path in self._crossed or not self._later
-            return
-        if stack != self.plan.stacks[-1]:
-            self._weighted[stack][index] = weighted
             return
         if index != self._count(stack) - 1 - len(self._left):
             raise CaptureError(
@@ -171,8 +187,25 @@ class JoinedRelevance:
         whole[:, :own, :own], whole[:, :own, own:] = weighted[..., beside:], weighted[..., :beside]
         return whole
 
+    def _layer(self, stack: str, index: int) -> Tensor | None:
+        """Return Ā of a layer below the last stack, None unless gradients reached all of its calls."""
+        taken = self._weighted.get((stack, index), [])
+        if not taken or len(taken) != sum(
+            1 for call in self.order if (call.stack, call.layer) == (stack, index)
+        ):
+            return None
+        path = taken[0][0].path
+        if path not in self.plan.pieces:
+            return self._square(path, taken[0][1])
+        sequences, length = self.front.sizes[stack]
+        whole = taken[0][1].new_zeros(sequences, length, length)
+        for call, weighted in taken:
+            own = slice(call.start, call.start + call.rows)
+            whole[:, own, own] = weighted
+        return whole
+
     def _count(self, stack: str) -> int:
-        return sum(1 for _, other, _ in self.order if other == stack)
+        return 1 + max((call.layer for call in self.order if call.stack == stack), default=-1)
 
     # --- what it comes to ---------------------------------------------------------------------
 
@@ -201,7 +234,7 @@ class JoinedRelevance:
 
     def _crossed_row(self) -> Tensor:
         """Return the row over a stack's positions, and over the keys behind them; each part by itself."""
-        crossed = [path in self._crossed for path, stack, _ in self.order if stack == self.plan.stacks[-1]]
+        crossed = [call.path in self._crossed for call in self.order if call.stack == self.plan.stacks[-1]]
         layers = [(crossed[index], self._last[index]) for index in sorted(self._last)]
         return crossed_relevance(layers, self.read, int(np.prod(self.front.sizes[KEYS])))
 
@@ -230,11 +263,11 @@ class JoinedRelevance:
         states: dict[Depth, Tensor] = {}
         for stack in self.plan.stacks[:-1]:
             deepest = max((depth for name, depth in self.front.depths if name == stack), default=0)
-            taken, matrix = self._weighted[stack], None
+            matrix = None
             for index in range(deepest):
-                if index not in taken:
-                    raise self._unreached(stack, len(taken), deepest)
-                matrix = step(matrix, taken[index])
+                if (layer := self._layer(stack, index)) is None:
+                    raise self._unreached(stack, index, deepest)
+                matrix = step(matrix, layer)
                 states[stack, index + 1] = matrix
         return {depth: matrix for depth, matrix in states.items() if depth in self.front.depths}
 
@@ -283,7 +316,7 @@ def relevance_joined(
     model, plan, seen = checkpoint.model, fold.plan, Counter[str]()
 
     def attend(call: KernelCall) -> tuple[Tensor, Tensor | None]:
-        fold.note(call.path)
+        fold.note(call.path, call.query.shape[-2])
         valid, keys = fold.valid_of(call.path)
         return _attend(call, fold, seen, valid if fold.verify else None, keys)
 
@@ -291,12 +324,16 @@ def relevance_joined(
         fold.note(call.path)
         _hooked(call, fold, seen, *fold.valid_of(call.path))
 
+    if plan.pieces:  # which must stand behind each other in the order of the positions
+        with exclusive(model, plan.configs), watched(plan, lambda _call: None, None):
+            run_model(model, item.tensors, attentions=plan.has_hooks)
     with exclusive(model, plan.configs), torch.enable_grad(), ExitStack() as stack:
         called = stack.enter_context(counted_calls(plan.modules()))
         leaves = stack.enter_context(stack_leaves(core_model(model), fold.entries))
         stack.enter_context(interface_capture(plan.modules("interface"), plan.configs, Replacing(attend)))
         stack.enter_context(hook_capture(plan.modules("hook"), hooked))
         outputs = run_model(model, item.tensors, attentions=plan.has_hooks, keep_logits=True)
+        seen.update({path: called[path] - seen[path] for path in plan.pieces})
         check_counts(plan, called, seen, None)
         fold.targets, score = explained(checkpoint, item, outputs, fold.read, wanted)
         check_differentiable(score, outputs)

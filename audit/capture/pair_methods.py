@@ -100,8 +100,9 @@ def check_joined_settings(settings: FoldSettings, plan: CapturePlan) -> None:
             "[method] form is not available for blocks that attend to an image: the product form is defined "
             "for one stack of self-attention; use 'relevance'"
         )
-    if plan.pieces and settings.method == GRADIENT:
-        _refuse(asked, "towers that attend in pieces", "backward takes each layer as one matrix")
+    last = {layer.path for layer in plan.layers if layer.stack == plan.stacks[-1]}
+    if plan.pieces & last and settings.method == GRADIENT:
+        _refuse(asked, "a last stack that attends in pieces", "its row is carried down by whole layers")
     if len(plan.stacks) > 1:
         for name, given in (
             ("head_weights", settings.head_weights is not None),

@@ -23,7 +23,7 @@ from audit.errors import CaptureError, ConfigError
 from audit.records import CaptureSettings, Checkpoint, Map, Method, Probe
 from tests.integration.test_capture_image_text import by_stream
 from tests.integration.test_capture_windows import swin
-from tests.integration.test_image_text_methods import connector
+from tests.integration.test_image_text_methods import connector, packed, relevance, weighted
 from tests.integration.tiny_image_text import FAMILIES, blip, idefics2, llava, question_probes
 from tests.integration.tiny_models import image_probes
 
@@ -345,3 +345,27 @@ def test_relevance_through_a_connector_without_a_rule_is_refused() -> None:
     projector.register_forward_hook(lambda _module, _args, output: output.abs().add(1).log() + output)
     with pytest.raises(CaptureError, match=r"relevances miss the target logit by .* has a step that LRP has"):
         next(capture(subject, question_probes(1), method=Method("lrp")))
+
+
+# --- relevance of attention where the tower attends in windows ---------------------------------
+
+
+def test_gradient_rollout_puts_the_windows_of_a_packed_tower_together() -> None:
+    """Two windows of 2×2 tokens in the first and last layer of the tower, all of the image in the second."""
+    subject, probes = FAMILIES["qwen2_5_vl"](), question_probes(1)
+    tensors = dict(encode(subject, probes[0]).tensors)
+    token = subject.processor.tokenizer("a")["input_ids"][0]
+    kept = weighted(subject, tensors, lambda logits: logits[0, -1, token])
+    assert [layer.shape[1] for layer in kept[:5]] == [16, 16, 32, 16, 16]
+    tower = relevance([np.concatenate(kept[:2]), kept[2], np.concatenate(kept[3:5])])
+    row = relevance(kept[5:])[-1]
+    row[-1] -= 1
+    order = np.concatenate([np.arange(4 * u, 4 * u + 4) for u in (0, 1, 4, 5, 2, 3, 6, 7)])
+    places = np.flatnonzero(tensors["input_ids"][0].numpy() == subject.model.config.image_token_id)
+    C = np.equal.outer(np.arange(8), order // 4) / 4
+    packed_row = np.zeros(32)
+    packed_row[order] = row[places] @ C @ tower
+    total = packed_row.sum() + np.delete(row, places).sum()
+    maps = by_stream(next(capture(subject, probes, method=Method("gradient_rollout"), target="a")).maps)
+    expected = packed("qwen2_vl", packed_row) / total
+    np.testing.assert_allclose(maps["image"].weights * maps["image"].share, expected, atol=2e-6)

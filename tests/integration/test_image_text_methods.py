@@ -32,7 +32,6 @@ from tests.integration.tiny_image_text import (
     idefics2,
     llava,
     question_probes,
-    qwen2_5_vl,
     vilt,
 )
 from tests.integration.tiny_models import image_probes
@@ -447,7 +446,6 @@ def test_gradients_of_inputs_are_those_of_pixels_and_embedded_tokens(
         (llava, "rollout", {"residual": [0.5] * 5}, "residual is not available for an image that comes"),
         (llava, "rollout", {"residual": "measured"}, "residual is not available for an image with text"),
         (llava, "per_head_rollout", {"same_head": True}, "same_head is not available"),
-        (qwen2_5_vl, "gradient_rollout", {}, "not available for towers that attend in pieces"),
     ],
 )
 def test_what_has_no_exact_meaning_is_refused_with_its_reason(
