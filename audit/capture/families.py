@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from audit.capture.interface import AttentionCall
 from audit.capture.weights import attention_weights
 
 _TWO_STREAMS = "LxmertAttention"
@@ -55,3 +56,16 @@ def recomputed_weights(module: nn.Module, hidden: Tensor | None, position_bias: 
     gate = first * (second * module.gru_rel_pos_const - 1.0) + 2.0  # type: ignore[operator]
     bias = gate * position_bias.view(batch, heads, size, size)
     return attention_weights(query, key, position_bias=bias)
+
+
+def with_gradient(module: nn.Module, call: AttentionCall) -> Tensor | None:
+    """Return what a layer with :func:`recomputed_weights` gives, to the last bit, with their gradient.
+
+    The weights that made its output are others, from which no gradient comes back to these.
+    """
+    if call.value is None or call.returned is None:
+        return None
+    mixed = (call.weights @ call.value.to(call.weights.dtype)).transpose(1, 2).flatten(2)
+    states = module.get_submodule("out_proj")(mixed.to(call.returned.dtype))
+    given: Tensor = call.returned.detach() + (states - states.detach())
+    return given

@@ -16,9 +16,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from audit.capture.banded import dense_call, through
-from audit.capture.families import asks_for_weights, recomputed_weights
+from audit.capture.families import asks_for_weights, recomputed_weights, with_gradient
 from audit.capture.interface import AttentionCall, Receiver
-from audit.capture.parts import values_and_output
+from audit.capture.kernels import has_kernel, kernel_capture
+from audit.capture.parts import Inner, values_and_output
 from audit.errors import CaptureError
 
 
@@ -64,6 +65,9 @@ def hook_capture(
     thread = threading.get_ident()
     with ExitStack() as stack:
         for path, module in layers.items():
+            if has_kernel(module):
+                stack.enter_context(kernel_capture(path, module, receive))
+                continue
             inner: dict[str, tuple[Tensor, Tensor]] = {}
             if asks_for_weights(module):
                 stack.callback(module.register_forward_pre_hook(_asking(thread), with_kwargs=True).remove)
@@ -87,8 +91,9 @@ def _asking(thread: int) -> Any:
 
 def _keep(name: str, inner: dict[str, tuple[Tensor, Tensor]], thread: int) -> Any:
     def hook(_module: nn.Module, args: Any, output: Any) -> None:
-        if threading.get_ident() == thread and isinstance(output, Tensor) and args:
-            inner[name] = (args[0], output)
+        first = output[0] if isinstance(output, tuple) and output else output  # I-BERT's scale comes behind
+        if threading.get_ident() == thread and isinstance(first, Tensor) and args:
+            inner[name] = (args[0], first)
 
     return hook
 
@@ -115,13 +120,15 @@ def _taking(
                 replaced = through(module, dense)
             inner.clear()
             return _handed_on(output, replaced, dense.first)
+        whole, nested = output, isinstance(output, tuple) and output and isinstance(output[0], tuple)
+        output = whole[0] if nested else whole
         index = _weights_index(path, module, output)
         weights, context = output[index], output[0]
         hidden = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
         again = recomputed_weights(module, hidden, output[-1])
         weights = weights if again is None else again
-        found = values_and_output(weights, context, inner, module, hidden) if verify else None
-        if verify and found is None and weights.shape[2] == context.shape[1]:
+        found = _values_and_output(weights, context, inner, module, hidden) if verify else None
+        if verify and found is None and weights.shape[2] in context.shape[:2]:
             raise CaptureError(
                 f"attention layer {path} ({type(module).__name__}): the weights it returns times none of its "
                 "projections give its output, so they cannot be verified; this architecture is not supported"
@@ -130,14 +137,33 @@ def _taking(
         value, mixed, projection = (None, context, "") if found is None else found
         call = AttentionCall(path, weights, mixed, value, returned=context, projection=projection)
         replaced = receive(call)
+        if again is not None and found is not None and replaced is None and weights.requires_grad:
+            replaced = with_gradient(module, call)
         inner.clear()
         items = list(output)
         items[index] = weights.new_empty((*weights.shape[:-1], 0))
         if replaced is not None:
             items[0] = replaced
-        return _like(output, items)
+        result = _like(output, items)
+        return (result, *whole[1:]) if nested else result
 
     return hook
+
+
+def _values_and_output(
+    weights: Tensor, context: Tensor, inner: Inner, module: nn.Module, hidden: Tensor | None
+) -> tuple[Tensor, Tensor, str] | None:
+    """Find values and output also where a layer has the positions first, the probes second (FSMT)."""
+    found = values_and_output(weights, context, inner, module, hidden)
+    if found is not None or context.dim() != 3 or context.shape[:2] != (weights.shape[2], weights.shape[0]):
+        return found
+    turned = {
+        name: (before.transpose(0, 1), after.transpose(0, 1))
+        for name, (before, after) in inner.items()
+        if before.dim() == after.dim() == 3
+    }
+    found = values_and_output(weights, context.transpose(0, 1), turned, module, None)
+    return None if found is None else (*found[:2], "")  # its projection takes the positions first
 
 
 def _handed_on(output: Any, replaced: Tensor | None, first: int) -> Any:
@@ -155,10 +181,10 @@ def _like(output: Any, items: list[Any]) -> Any:
 
 def _weights_index(path: str, module: nn.Module, output: Any) -> int:
     items = output if isinstance(output, (tuple, list)) else ()
-    batch = items[0].shape[0] if items and isinstance(items[0], Tensor) else -1
-    found = [
-        i for i, t in enumerate(items) if i and isinstance(t, Tensor) and t.dim() == 4 and t.shape[0] == batch
-    ]
+    axes = items[0].shape[:2] if items and isinstance(items[0], Tensor) else (-1, -1)
+    four = {i: t.shape for i, t in enumerate(items) if i and isinstance(t, Tensor) and t.dim() == 4}
+    found = [i for i, shape in four.items() if shape[0] == axes[0]]
+    found = found or [i for i, shape in four.items() if (shape[2], shape[0]) == axes]
     if len(found) != 1:
         raise CaptureError(
             f"attention layer {path} ({type(module).__name__}) returned {len(found)} weight "

@@ -17,6 +17,7 @@ _NO_ATTENTION = re.compile(
     r"Mamba\w*Mixer|FourierTransform|DeltaNet|LinearAttention|LightningAttention|Rwkv\w*Attention|RecurrentBlock"
     r"|ShortConv|LSHSelfAttention|Hyena|xLSTM\w*Layer|mLSTM|sLSTM|Retention|StateSpace|TimeMixer"
 )
+_SUMMARIES = re.compile(r"TransientGlobalAttention|GlobalLocalAttention")
 _CROSS = re.compile(r"cross|encoder_attn|encdec", re.IGNORECASE)
 
 
@@ -220,15 +221,19 @@ def _has_attention_below(path: str, modules: Mapping[str, nn.Module]) -> bool:
 
 
 def _refuse_mixers(model: nn.Module) -> None:
-    mixers = [
-        (p, type(m).__name__) for p, m in model.named_modules() if _NO_ATTENTION.search(type(m).__name__)
-    ]
-    if mixers:
-        first = ", ".join(f"{path} ({cls})" for path, cls in mixers[:3])
-        more = f" and {len(mixers) - 3} more" if len(mixers) > 3 else ""
+    _refuse(model, _NO_ATTENTION, "mixes positions without softmax attention", "has attention")
+    what = "attends to global tokens that are no positions of the input"
+    _refuse(model, _SUMMARIES, what, "attends to its positions alone")
+
+
+def _refuse(model: nn.Module, pattern: re.Pattern[str], what: str, wanted: str) -> None:
+    found = [(p, type(m).__name__) for p, m in model.named_modules() if pattern.search(type(m).__name__)]
+    if found:
+        first = ", ".join(f"{path} ({cls})" for path, cls in found[:3])
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         raise CaptureError(
-            f"{type(model).__name__} mixes positions without softmax attention in {first}{more}; "
-            "no exact rollout exists for it, audit a model whose every layer has attention"
+            f"{type(model).__name__} {what} in {first}{more}; "
+            f"no exact rollout exists for it, audit a model whose every layer {wanted}"
         )
 
 

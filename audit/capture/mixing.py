@@ -147,16 +147,22 @@ def _pass(
     with (
         exclusive(model, plan.configs),
         watched(plan, receive, None, replay, whole=False),
-        _blocks(model, stack, odd, trace),
+        _blocks(model, plan, stack, odd, trace),
     ):
         run_model(model, tensors, attentions=plan.has_hooks)
     return trace
 
 
 @contextmanager
-def _blocks(model: nn.Module, stack: str, odd: Tensor | None, trace: _Trace) -> Iterator[None]:
+def _blocks(
+    model: nn.Module, plan: CapturePlan, stack: str, odd: Tensor | None, trace: _Trace
+) -> Iterator[None]:
     """Change the input of the first block that runs, and keep the output of the last one."""
     thread = threading.get_ident()
+    blocks = list(model.get_submodule(stack).children()) if stack else []
+    spread = any(block in plan.modules().values() for block in blocks)
+    if spread:
+        blocks = _beside(model, stack)
 
     def before(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         if threading.get_ident() != thread or trace.touched or odd is None:
@@ -167,6 +173,9 @@ def _blocks(model: nn.Module, stack: str, odd: Tensor | None, trace: _Trace) -> 
         trace.touched = True
         hidden = args[where] if isinstance(where, int) else kwargs[where]
         noisy = _noisy(hidden, odd)
+        if spread:
+            hidden.copy_(noisy)  # the residual is the same tensor
+            return None
         if isinstance(where, int):
             return tuple(noisy if i == where else item for i, item in enumerate(args)), kwargs
         return args, {**kwargs, where: noisy}
@@ -177,10 +186,18 @@ def _blocks(model: nn.Module, stack: str, odd: Tensor | None, trace: _Trace) -> 
             trace.final = first
 
     with ExitStack() as hooks:
-        for block in model.get_submodule(stack).children() if stack else ():
+        for block in blocks:
             hooks.callback(block.register_forward_pre_hook(before, with_kwargs=True).remove)
             hooks.callback(block.register_forward_hook(after).remove)
         yield
+
+
+def _beside(model: nn.Module, stack: str) -> list[nn.Module]:
+    """Return the modules of blocks whose parts stand in lists of their own beside each other (XLM)."""
+    lists = list(model.get_submodule(stack.rpartition(".")[0]).children())
+    size = len(list(model.get_submodule(stack).children()))
+    alike = [one for one in lists if isinstance(one, nn.ModuleList) and len(one) == size]
+    return [block for one in alike for block in one]
 
 
 def find_stream(

@@ -12,7 +12,7 @@ from audit.capture.gradient import gradient_leaf
 from audit.capture.hooks import hook_capture
 from audit.capture.layers import plan_capture
 from audit.capture.passes import active_plan, exclusive, run_model, watched
-from audit.coverage.configs import build_model
+from audit.coverage.configs import build_model, model_class, tiny_config
 from audit.errors import CaptureError
 
 LENGTH = 27  # no multiple of a window or block
@@ -28,7 +28,7 @@ def kept_inputs(layers):
     for path, module in layers.items():
 
         def keep(_module, args, kwargs, path=path):
-            hidden.setdefault(path, args[0] if args else kwargs["hidden_states"])
+            hidden.setdefault(path, [*args, *kwargs.values()][0])
 
         hooks.append(module.register_forward_pre_hook(keep, with_kwargs=True))
     yield hidden
@@ -167,37 +167,29 @@ def test_local_blocks_are_the_matrix_of_a_loop():
                 assert_row(calls[path], batch, i, attention(scores, v[batch, keys], keys))
 
 
-def change_of(module, states, step, rows):
-    """Return what a layer's output changes by when its matrix changes by `step`; `rows` have other values."""
-    if hasattr(module, "v"):
-        return module.o((step @ heads_of(module.v(states), 4).transpose(1, 2)).transpose(1, 2).flatten(2))
+def change_of(module, call, states, step, rows):
+    """Return what a layer gives when its matrix is changed by `step`; `rows` have other values."""
+    if call.value is not None:
+        change = (step @ call.value).transpose(1, 2)
+        if call.returned is None:
+            return call.output + change
+        name = call.projection or ("out_proj" if hasattr(module, "out_proj") else "")
+        return call.returned + module.get_submodule(name)(change.flatten(2))
     n = step.shape[-1]
     change = (step @ heads_of(module.value(states), 4).transpose(1, 2)[:, :, :n]).transpose(1, 2)
     if rows:
         far = (step @ heads_of(module.value_global(states), 4).transpose(1, 2)[:, :, :n]).transpose(1, 2)
         change[:, rows] = far[:, rows]
-    return torch.nn.functional.pad(change.flatten(2), (0, 0, 0, states.shape[1] - n))
+    return call.returned + torch.nn.functional.pad(change.flatten(2), (0, 0, 0, states.shape[1] - n))
 
 
-@pytest.mark.parametrize(
-    ("model_type", "size", "tolerance"),
-    [
-        ("longformer", 1e-4, 1e-4),
-        ("big_bird", 1e-4, 1e-4),
-        ("longt5", 1e-5, 2e-2),
-    ],  # float32 in LongT5's norms
-)
-def test_gradients_of_the_matrix_are_finite_differences(model_type, size, tolerance):
-    """What the layer gives on keeps its bits, and changes with the matrix as its gradient says."""
-    model = build_model(model_type, attention="eager").double()
-    tensors, rows = {"input_ids": IDS[:1], "attention_mask": MASK[:1]}, []
-    if model_type == "longformer":
-        rows = [2]
-        tensors["global_attention_mask"] = torch.zeros_like(IDS[:1]).index_fill(1, torch.tensor(rows), 1)
-    if model_type == "longt5":
-        tensors["decoder_input_ids"] = IDS[:1, :5]
+def gradient_and_slope(model, tensors, *, size, rows=()):
+    """Return the slope along a random step of the first layer's matrix: by its gradient, and by differences.
+
+    What the model gives must keep its bits where a gradient is taken.
+    """
     plan = active_plan(model, plan_capture(model), tensors)
-    path = next(path for path, layer in plan.modules("hook").items())
+    path = next(iter(plan.modules("hook")))
     layers, found = {path: plan.modules()[path]}, []
 
     def score_of(outputs):
@@ -208,7 +200,7 @@ def test_gradients_of_the_matrix_are_finite_differences(model_type, size, tolera
             if step is None:
                 call.weights.register_hook(found.append)
                 return None
-            return call.returned + change_of(layers[path], hidden[path], step, rows)
+            return change_of(layers[path], call, hidden[path], step, list(rows))
 
         with (
             exclusive(model, plan.configs),
@@ -226,10 +218,40 @@ def test_gradients_of_the_matrix_are_finite_differences(model_type, size, tolera
         plain = score_of(run_model(model, tensors, attentions=True)).item()
     assert score() == plain
     (gradient,) = found
-    assert gradient.shape == (1, 4, LENGTH, LENGTH)
     step = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     slope = (score(size * step) - score(-size * step)) / (2 * size)
-    assert slope == pytest.approx((gradient * step).sum().item(), rel=tolerance)
+    return (gradient * step).sum().item(), slope
+
+
+@pytest.mark.parametrize(
+    ("model_type", "size", "tolerance"),
+    [
+        ("longformer", 1e-4, 1e-4),
+        ("big_bird", 1e-4, 1e-4),
+        ("longt5", 1e-5, 2e-2),
+    ],  # float32 in LongT5's norms
+)
+def test_gradients_of_the_matrix_are_finite_differences(model_type, size, tolerance):
+    model = build_model(model_type, attention="eager").double()
+    tensors, rows = {"input_ids": IDS[:1], "attention_mask": MASK[:1]}, ()
+    if model_type == "longformer":
+        rows = (2,)
+        tensors["global_attention_mask"] = torch.zeros_like(IDS[:1]).index_fill(1, torch.tensor(rows), 1)
+    if model_type == "longt5":
+        tensors["decoder_input_ids"] = IDS[:1, :5]
+    gradient, slope = gradient_and_slope(model, tensors, size=size, rows=rows)
+    assert slope == pytest.approx(gradient, rel=tolerance)
+
+
+@pytest.mark.parametrize("kind", ["local", "transient-global"])
+def test_transient_global_tokens_are_refused(kind):
+    config = tiny_config(model_class("longt5").config_class, {"encoder_attention_type": kind})
+    model = model_class("longt5")(config)
+    if kind == "local":
+        assert len(plan_capture(model).layers) == 6
+    else:
+        with pytest.raises(CaptureError, match="global tokens that are no positions of the input"):
+            plan_capture(model)
 
 
 def test_big_bird_that_would_switch_is_refused_and_left_as_it_was():

@@ -74,7 +74,7 @@ INTERFACE = [
     "audio-spectrogram-transformer",
 ]
 FALLBACK = ["deberta", "deberta-v2", "mpnet", "gpt_neo", "bloom", "falcon", "blip", "wavlm", "swinv2", "vilt"]
-FALLBACK += ["longformer", "led", "big_bird", "longt5"]
+FALLBACK += ["longformer", "led", "big_bird", "longt5", "xlnet", "xlm", "fsmt"]
 REFUSED = {
     "segformer": "windowed or pooled attention",
     "mamba": "mixes positions without softmax attention",
