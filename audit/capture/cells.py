@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from audit.capture.inputs import Encoded
 
 MEAN_COLOUR, SILENCE = "mean colour", "silence"
+ROUNDING = 1e-6
+"""Shares come from seconds and boxes in float32; a trace of sound is no silence where a model normalises."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,9 @@ class Cells:
         other : Tensor, optional
             By default :attr:`empty`.
         """
+        whole = np.where(share > 1 - ROUNDING, 1.0, share)
         # Owner -1 reads the last entry: numbers of no position stay.
-        mix = torch.from_numpy(np.append(share, 0.0)[self.owner])
+        mix = torch.from_numpy(np.append(whole, 0.0)[self.owner])
         other = self.empty if other is None else other
         return (values * (1 - mix) + other * mix).to(values.dtype)
 

@@ -56,8 +56,8 @@ class Half(nn.Module):
     ----------
     model : model of transformers
     name : str
-        The input that varies: ``pixel_values``, ``input_ids`` or ``decoder_input_ids``. Of tokens, it is
-        called as ``input_ids``.
+        The input that varies: ``input_ids`` or ``decoder_input_ids``, or pixels or features of sound. Of
+        tokens, it is called as ``input_ids``.
     fixed : mapping of argument to Tensor (1, …)
         The others.
     score : Score
@@ -80,13 +80,11 @@ class Half(nn.Module):
         """Return the table of the input that varies."""
         return self.table
 
-    def forward(
-        self, input_ids: Tensor | None = None, pixel_values: Tensor | None = None
-    ) -> SequenceClassifierOutput:
-        """Return the target's score as the only logit."""
-        given = pixel_values if input_ids is None else input_ids
+    def forward(self, input_ids: Tensor | None = None, **numbers: Tensor) -> SequenceClassifierOutput:
+        """Return the target's score as the only logit; `numbers` is the input where it is no text."""
+        given = numbers.get(self.name) if input_ids is None else input_ids
         if given is None:
-            raise ValueError("input: expected input_ids or pixel_values, got none")
+            raise ValueError(f"input: expected input_ids or {self.name}, got none")
         feed = {name: tensor.expand(len(given), *tensor.shape[1:]) for name, tensor in self.fixed.items()}
         if self.table is None or self.inside:
             feed[self.name] = given
@@ -124,7 +122,7 @@ class Halves:
         Raises
         ------
         CaptureError
-            For an input that is neither tokens nor pixels.
+            For an input that is neither tokens, pixels nor sound.
         """
         found = []
         for i, name in enumerate(self.names):
@@ -140,15 +138,16 @@ class Halves:
         self, item: Encoded, positions: Positions, name: str, table: Any, score: Score
     ) -> tuple[Tensor, dict[str, float]]:
         tensors = dict(item.tensors)
-        if name not in tensors or (name != "pixel_values" and table is None):
+        token = name in _EMBEDDED
+        if name not in tensors or (token and table is None):
             raise CaptureError(
-                f"[method] name = {self.settings.method!r} explains tokens and pixels, but the checkpoint "
-                f"takes {', '.join(tensors)}; use gradient_rollout"
+                f"[method] name = {self.settings.method!r} explains tokens, pixels and sound, but the "
+                f"checkpoint takes {', '.join(tensors)}; use gradient_rollout"
             )
         taken = tensors.pop(name)
         half = Half(self.checkpoint.model, name, tensors, score, table)
-        asked = "pixel_values" if name == "pixel_values" else "input_ids"
-        view = Encoded(item.probe, {asked: taken}, positions)
+        asked, cells = ("input_ids", None) if token else (name, item.cells)
+        view = Encoded(item.probe, {asked: taken}, positions, cells=cells)
         read = torch.full((1, len(positions)), 1 / len(positions), device=half.device)
         fold = AttributionFold(self.settings, BatchFold(FoldSettings(), read, torch.ones_like(read).bool()))
         subject = replace(self.checkpoint, model=half, task="sequence-classification")
@@ -169,7 +168,7 @@ def input_tables(
         else (core.get_submodule(roots[0]), core.get_submodule(roots[1]))
     )
     first, second = (
-        None if name == "pixel_values" else part.get_input_embeddings()
+        part.get_input_embeddings() if name in _EMBEDDED else None
         for name, part in zip(names, parts, strict=True)
     )
     return first, second

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from audit.capture.cells import cells_of
 from audit.capture.co_attention import CoFold, co_reads
 from audit.capture.co_relevance import CoRelevanceFold, co_relevance_batch
 from audit.capture.encoder_decoder import cross_fold
@@ -25,7 +26,6 @@ from audit.capture.pair_setup import PairSession
 from audit.capture.pair_targets import next_token_scores
 from audit.capture.passes import exclusive
 from audit.capture.pooling import tower_root
-from audit.capture.question import refuse_sound
 from audit.capture.scores import Score
 from audit.capture.settings import ATTRIBUTION, MEASURED, FoldSettings
 from audit.capture.targets import SIMILARITY, similarity
@@ -74,7 +74,6 @@ def run_method(
     CaptureError, ConfigError, ProbeError
     """
     if asked.fold.method in ATTRIBUTION:
-        refuse_sound(batch, asked.fold.method)
         return _attributed(asked, batch, tensors, masks, verify=verify)
     if asked.plan.wiring == "encoder-decoder":
         return _encoder_decoder(asked, batch, tensors, masks, verify=verify)
@@ -134,7 +133,8 @@ def _attributed(
     else:
         read = decoder_reads(asked.row, batch, masks[1])
         targets = next_token_scores(checkpoint, batch, outputs, asked.wanted, read)
-        names = ["input_ids" if "input_ids" in tensors else "pixel_values", "decoder_input_ids"]
+        cells = cells_of(batch[0])
+        names = ["input_ids" if cells is None else cells.name, "decoder_input_ids"]
         roots = "", ""
     pair = names[0], names[1]
     tables = input_tables(checkpoint, plan.wiring, pair, roots)

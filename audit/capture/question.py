@@ -7,16 +7,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from audit.capture.batches import stack
+from audit.capture.cells import cells_of
 from audit.capture.inputs import Encoded, core_model
-from audit.capture.occlusion import first_patch, occluded, replacement_token
+from audit.capture.occlusion import occluded, replacement_token
 from audit.capture.passes import run_model
 from audit.capture.scores import Score
 from audit.capture.targets import class_logits
 from audit.capture.threads import own_thread
-from audit.errors import CaptureError, ConfigError
+from audit.errors import CaptureError
 from audit.records import Checkpoint
 
 CONVERGED = 0.05
@@ -57,44 +59,30 @@ class Question:
         return self.score(outputs, len(items), precise=True)
 
 
-def refuse_sound(batch: Sequence[Encoded], method: str) -> None:
-    """Raise ConfigError for sounds: nothing says yet how a frame is taken out of one.
-
-    Raises
-    ------
-    ConfigError
-    """
-    if any(item.probe.modality == "audio" for item in batch):
-        raise ConfigError(
-            f"[method] name = {method!r} explains text and images, not sound; use gradient_rollout for the "
-            "target, or a method that reads attention"
-        )
-
-
 def differentiable(
     question: Question,
 ) -> tuple[Tensor, Tensor, Callable[..., Tensor], tuple[Tensor, ...]]:
     """Return the inputs as a leaf, their baseline, the target logit as their function, the other inputs.
 
-    Pixels of images, whose baseline is the image's mean colour; embeddings of text, whose baseline is
-    the token that occlusion uses (special positions keep theirs, so they get no part of the sum).
+    Pixels of images, samples or spectrograms of sound, embeddings of text. The baseline is what occlusion
+    makes of the inputs when it takes every position: special positions keep theirs, so they get no part of
+    the difference.
     """
     core, (item,) = core_model(question.checkpoint.model), question.batch
     tensors = {name: t.to(core.device) for name, t in item.tensors.items()}
-    if "pixel_values" in tensors:
-        inputs = tensors.pop("pixel_values").to(core.dtype)
-        baseline = inputs.mean(dim=(-2, -1), keepdim=True).expand_as(inputs).contiguous()
+    _, token = replacement_token(question.checkpoint, [item])
+    bare, cells = occluded(item, np.ones(len(item)), token).tensors, cells_of(item)
+    name = None if cells is None else cells.name
+    if name is not None:
+        inputs, baseline = (t.to(core.device, core.dtype) for t in (tensors.pop(name), bare[name]))
     else:
-        _, token = replacement_token(question.checkpoint, [item])
-        everywhere = (~item.positions.special).astype(float)
-        masked = occluded(item, everywhere, token).tensors["input_ids"].to(core.device)
         table = core.get_input_embeddings()
-        inputs, baseline = table(tensors["input_ids"]), table(masked)
+        inputs, baseline = table(tensors["input_ids"]), table(bare["input_ids"].to(core.device))
     names = list(tensors)
 
     def forward(given: Tensor, *others: Tensor) -> Tensor:
         feed = dict(zip(names, others, strict=True))
-        with _embedded(core, given, feed):
+        with _put(core, given, feed, name):
             outputs = run_model(question.checkpoint.model, feed, keep_logits=question.keep_logits)
         return question.score(outputs, len(given))
 
@@ -103,10 +91,10 @@ def differentiable(
 
 
 @contextmanager
-def _embedded(core: Any, given: Tensor, feed: dict[str, Tensor]) -> Iterator[None]:
-    """Put `given` in the place of the pixels, or of what the table of embeddings returns."""
-    if "input_ids" not in feed:
-        feed["pixel_values"] = given
+def _put(core: Any, given: Tensor, feed: dict[str, Tensor], name: str | None) -> Iterator[None]:
+    """Put `given` in the place of an argument, or of what the table of embeddings returns."""
+    if name is not None:
+        feed[name] = given
         yield
         return
     hook = own_thread(lambda _module, _args, _output: given)
@@ -119,15 +107,9 @@ def _embedded(core: Any, given: Tensor, feed: dict[str, Tensor]) -> Iterator[Non
 
 def by_position(parts: Tensor, item: Encoded) -> Tensor:
     """Return |sum of the parts| of each position: (position,)."""
-    if parts.dim() == 3:  # embeddings
-        return parts[0].double().sum(dim=-1).abs()
-    rows, columns = item.positions.grid or (1, 1)
-    height, width = parts.shape[-2] // rows, parts.shape[-1] // columns
-    cut = parts[0].double().sum(dim=0)[: rows * height, : columns * width]
-    patches = cut.reshape(rows, height, columns, width).sum(dim=(1, 3)).abs().flatten()
-    found = patches.new_zeros(len(item))
-    found[first_patch(item) : first_patch(item) + len(patches)] = patches
-    return found
+    cells = cells_of(item)
+    summed = parts[0].double().sum(dim=-1) if cells is None else cells.summed(parts, len(item))
+    return summed.abs()
 
 
 def require_captum() -> None:

@@ -113,7 +113,7 @@ def only_added(core: Any, *tables: Any) -> Iterator[list[Tensor]]:
     `tables` of embeddings are inputs, no constants; by default the model's own.
     """
     flags = [(parameter, parameter.requires_grad) for parameter in core.parameters()]
-    inputs, added = tables or (core.get_input_embeddings(),), list[Tensor]()
+    inputs, added = tables or (_embeddings(core),), list[Tensor]()
     for module in core.modules():
         for name, parameter in module.named_parameters(recurse=False):
             is_table = any(module is table for table in inputs) and isinstance(module, nn.Embedding)
@@ -131,6 +131,14 @@ def only_added(core: Any, *tables: Any) -> Iterator[list[Tensor]]:
     finally:
         for parameter, flag in flags:
             parameter.requires_grad_(flag)
+
+
+def _embeddings(core: Any) -> Any:
+    """Return the table of embeddings, None for models of sound, which may have none."""
+    try:
+        return core.get_input_embeddings()
+    except NotImplementedError:
+        return None
 
 
 # --- the rules --------------------------------------------------------------------------------
@@ -236,6 +244,19 @@ def _layer_norm(_func: Callable[..., Any], args: list[Any], options: dict[str, A
     return _scaled(normed, given["weight"], given["bias"])
 
 
+def _group_norm(_func: Callable[..., Any], args: list[Any], options: dict[str, Any]) -> Any:
+    """Hold the standard deviation of each group of channels fixed, over all that follows them."""
+    names = ("input", "num_groups", "weight", "bias", "eps")
+    given = {"weight": None, "bias": None, "eps": 1e-5, **dict(zip(names, args, strict=False)), **options}
+    value = given["input"]
+    grouped = value.reshape(len(value), given["num_groups"], -1)
+    centred = grouped - grouped.mean(dim=-1, keepdim=True)
+    spread = (centred.detach().square().mean(dim=-1, keepdim=True) + given["eps"]).sqrt()
+    along = (1, -1, *[1] * (value.dim() - 2))
+    weight, bias = (None if given[n] is None else given[n].reshape(along) for n in ("weight", "bias"))
+    return _scaled((centred / spread).reshape(value.shape), weight, bias)
+
+
 def _one_scale(func: Callable[..., Any], args: list[Any], options: dict[str, Any]) -> Any:
     given = args[0] if args else options["input"]
     return _as_slope(given, func(*args, **options))
@@ -248,6 +269,7 @@ def _scaled(normed: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tenso
 
 _RULES: dict[str, Callable[..., Any]] = {
     "layer_norm": _layer_norm,
+    "group_norm": _group_norm,
     **dict.fromkeys(("rms_norm", "normalize"), _one_scale),
     "scaled_dot_product_attention": _attention,
     "multi_head_attention_forward": _multi_head,

@@ -1,4 +1,15 @@
-"""Turn sound into model inputs whose frames know their seconds."""
+"""Turn sound into model inputs whose frames know their seconds and their share of the input.
+
+What belongs to a frame is an exact part of what the model takes (:mod:`audit.capture.cells`): as many
+samples of the waveform as the convolutions' strides make (wav2vec2 and its kin), as many columns of the
+spectrogram as there are for each frame (two, for Whisper), or the cells nearest to a patch's centre (the
+audio spectrogram transformer, whose patches overlap). A frame also reads beyond its share.
+
+A frame is removed by silence: what the checkpoint's own feature extractor puts where there is no sound, so
+that every model has met it. For a waveform that is 0 (which is the sound's mean where it is normalised), for
+Whisper's spectrogram its floor, which lies eight decades under the sound's loudest cell, and for the audio
+spectrogram transformer a 0 before normalisation, with which its training also masks.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +17,11 @@ from math import gcd
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from audit.capture.cells import Cells, column_cells, patch_cells, wave_cells
 from audit.capture.inputs import Encoded, core_model, processor_part
 from audit.errors import CaptureError, ProbeError
 from audit.media import load_audio
@@ -15,6 +29,8 @@ from audit.records import Checkpoint, Positions, Probe
 
 # Seconds from one column of the audio spectrogram transformer's spectrogram to the next.
 HOP = 0.01
+LEARNED = 2
+"""Positions that the audio spectrogram transformer learns, before its patches."""
 
 
 def sound_processor(checkpoint: Checkpoint) -> Any:
@@ -49,19 +65,22 @@ def encode_sound(checkpoint: Checkpoint, probe: Probe) -> Encoded:
     config = core.config
     if hasattr(config, "frequency_stride") and hasattr(config, "time_stride"):
         _refuse_long(probe, seconds, config.max_length * HOP)
-        positions = _spectrogram_patches(config, seconds)
+        positions, cells = _spectrogram_patches(config, seconds), _patch_cells(config, processor)
     elif hasattr(config, "max_source_positions") and "input_features" in features:
         steps = features["input_features"].shape[-1]
         _refuse_long(probe, seconds, steps * processor.hop_length / processor.sampling_rate)
         positions = _padded_frames(config, processor, steps, seconds)
+        cells = _column_cells(processor, samples, features["input_features"], len(positions))
     elif hasattr(config, "conv_stride") and "input_values" in features:
         positions = _wave_frames(config, len(samples), int(processor.sampling_rate), probe.id)
+        step = int(np.prod(config.conv_stride))
+        cells = wave_cells(len(samples), step, len(positions), float(processor.padding_value))
     else:
         raise CaptureError(
             f"{type(core).__name__}: its frames cannot be placed in seconds; sound is supported for "
             "wav2vec2 and its kin, Whisper and the audio spectrogram transformer"
         )
-    return Encoded(probe, features, positions)
+    return Encoded(probe, features, positions, cells=cells)
 
 
 def _samples(probe: Probe, rate: int) -> NDArray[np.float32]:
@@ -117,6 +136,29 @@ def _spectrogram_patches(config: Any, seconds: float) -> Positions:
     rows = (config.num_mel_bins - config.patch_size) // config.frequency_stride + 1
     columns = (config.max_length - config.patch_size) // config.time_stride + 1
     starts = np.tile(np.arange(columns) * config.time_stride * HOP, rows)
-    times = np.concatenate([np.zeros((2, 2), np.float32), _frames(starts, config.patch_size * HOP, seconds)])
-    special = np.concatenate([[True, True], starts >= seconds])
+    times = np.concatenate(
+        [np.zeros((LEARNED, 2), np.float32), _frames(starts, config.patch_size * HOP, seconds)]
+    )
+    special = np.concatenate([[True] * LEARNED, starts >= seconds])
     return Positions("frame", special, times=times)
+
+
+def _patch_cells(config: Any, processor: Any) -> Cells:
+    size, strides = (config.max_length, config.num_mel_bins), (config.time_stride, config.frequency_stride)
+    padding = np.zeros(1, np.float32)
+    silence = float((processor.normalize(padding) if processor.do_normalize else padding)[0])
+    return patch_cells(size, int(config.patch_size), strides, LEARNED, silence)
+
+
+def _column_cells(processor: Any, samples: NDArray[np.float32], features: Tensor, count: int) -> Cells:
+    """Return cells whose silence is the one beside this sound, whose loudest cell sets the floor.
+
+    Where the sound fills the spectrogram, it is processed again with silence behind it.
+    """
+    _, bands, steps = features.shape
+    end = (steps - 1) * processor.hop_length - processor.n_fft // 2
+    if len(samples) > end:
+        longer = processor.n_samples + 2 * processor.n_fft
+        again = processor(samples, sampling_rate=processor.sampling_rate, max_length=longer)
+        features = torch.as_tensor(np.asarray(again["input_features"]))
+    return column_cells(bands, steps, count, features[:, :, -1:].clone())

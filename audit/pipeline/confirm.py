@@ -145,8 +145,6 @@ def _effects(plan: RunPlan, region: Region, fill: Fill) -> _Effect | str:
 
         if not checkpoint.has_head:
             return "the checkpoint has no task head, so there is no logit to watch"
-        if any(probe.modality == "audio" for probe in probes):
-            return "occlusion is defined for text and images, not for sound"
         placed = _positions(plan, probes)
         if placed is None:
             return "the maps have several streams, and occlusion is defined for one"

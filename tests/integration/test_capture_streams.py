@@ -122,12 +122,6 @@ def test_methods_read_what_a_generated_token_of_whisper_heard(name: str) -> None
     assert source.weights.sum() == pytest.approx(1, abs=1e-5)
 
 
-def test_attributions_of_sound_are_refused_as_such() -> None:
-    sound = Probe("a", audio=noise(8000), sampling_rate=16000)
-    with pytest.raises(ConfigError, match="explains text and images, not sound"):
-        list(capture(whisper(), [sound], method=Method("occlusion", row="decoder:1"), target=7))
-
-
 def test_whisper_frames_are_seconds() -> None:
     subject = whisper()
     sounds = [Probe(f"a-{i}", audio=noise(8000 + 1600 * i), sampling_rate=16000) for i in range(3)]
