@@ -58,11 +58,23 @@ class KeyedFold:
         if self.verify:
             check_values(call, self.own)
         weights = call.weights.detach()
+        self.take(layer, weights)
+
+    def take(self, layer: AttentionLayer, weights: Tensor, residual: Tensor | None = None) -> None:
+        """Take the attention of a layer, with its measured residual (1, query) where there is one."""
         if self._is_identity(layer.block):
-            if not cross:
+            if layer.kind == "self":
                 self.pair.note_causal(weights)
             return
-        (self.pair.take_cross if cross else self.pair.take_self)(weights)
+        (self.pair.take_cross if layer.kind == "cross" else self.pair.take_self)(weights, residual)
+
+    def push(self, layer: AttentionLayer, matrix: Tensor) -> None:
+        """Take a layer's matrix (1, query, key); cross-attention has one more key, the residual."""
+        self._is_identity(layer.block)
+        if layer.kind == "cross":
+            self.pair.push_cross(matrix[..., :-1], matrix[..., -1])
+        else:
+            self.pair.push_self(matrix)
 
     def _is_identity(self, block: str) -> bool:
         """Return whether a block lies below the first that takes part, and note where a block begins."""

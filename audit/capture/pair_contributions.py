@@ -4,7 +4,7 @@ A decoder block has two sums, x + self-attention and x + cross-attention. Each i
 the second into the vectors of the encoder's positions and the residual, which carries everything from
 below. Their row-normalised sizes are the matrices of :func:`audit.methods.encoder_decoder_rollout`, with
 the residual's share in the place of a chosen weight (the decomposition of ALTI+: Ferrando et al., EMNLP
-2022, arXiv 2205.11631; of norms by the same rule).
+2022, arXiv 2205.11631; of norms by the same rule). A gate scales what attention adds, and so its vectors.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from audit.capture.contributions import BLOCK_ENTRIES, _check_sum, _deviation, _
 from audit.capture.encoder_decoder import CrossFold
 from audit.capture.inputs import core_model
 from audit.capture.interface import AttentionCall
-from audit.capture.layers import CapturePlan
+from audit.capture.layers import AttentionLayer, CapturePlan
 from audit.capture.multi import check_call
 from audit.capture.pair_parts import Part
 from audit.capture.passes import exclusive, run_model, watched
-from audit.capture.settings import MEASURED
+from audit.capture.settings import MEASURED, FoldSettings
 from audit.capture.threads import own_thread
 from audit.errors import CaptureError
 from audit.methods.rollout import measured_residual
@@ -38,26 +38,47 @@ from audit.methods.value_aware import (
 )
 
 
-class _Watch:
-    """Collects the pieces of one block and folds them when it ends; holds one block at a time."""
+class PartWatch:
+    """Collects the pieces of one block and hands its parts on when it ends; holds one block at a time.
 
-    def __init__(self, model: nn.Module, parts: Mapping[str, Part], fold: CrossFold) -> None:
-        self.modules, self.parts, self.fold = dict(model.named_modules()), parts, fold
-        self.encoder = next(iter(parts.values())).layer.stack
+    Parameters
+    ----------
+    model : the model that `parts` were found in
+    parts : mapping of attention path to Part
+    settings : FoldSettings
+        Name ``norms`` or ``alti``, or have a measured residual.
+    verify : bool
+        Compare attention × values, and the sum of all parts, with what the model computes.
+    """
+
+    def __init__(
+        self, model: nn.Module, parts: Mapping[str, Part], settings: FoldSettings, *, verify: bool
+    ) -> None:
+        self.modules, self.parts = dict(model.named_modules()), parts
+        self.settings, self.verify = settings, verify
         self.calls: dict[str, AttentionCall] = {}
         self.pieces: dict[str, _Trace] = {}
 
-    def receive(self, call: AttentionCall) -> None:
-        part = self.parts[call.path]
-        keys = self.fold.valid[0] if part.layer.kind == "cross" else None
-        check_call(call, self._valid(part), keys, verify=self.fold.verify)
-        self.calls[call.path] = call
+    def valid(self, layer: AttentionLayer) -> tuple[Tensor, Tensor | None]:
+        """Return a layer's valid queries, and its valid keys where they are others."""
+        raise NotImplementedError
 
-    def _valid(self, part: Part) -> Tensor:
-        return self.fold.valid[0 if part.layer.stack == self.encoder else 1]
+    def push(self, call: AttentionCall, layer: AttentionLayer, matrix: Tensor) -> None:
+        """Take contributions (batch, query, key); cross-attention has one more key: the residual."""
+        raise NotImplementedError
+
+    def push_measured(self, call: AttentionCall, layer: AttentionLayer, residual: Tensor) -> None:
+        """Take attention with its measured residual (batch, query)."""
+        raise NotImplementedError
+
+    def receive(self, call: AttentionCall) -> None:
+        """Keep one call of one layer, checked."""
+        check_call(call, *self.valid(self.parts[call.path].layer), verify=self.verify)
+        self.calls[call.path] = call
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
+        """Watch the modules of all parts."""
         wanted = {p for part in self.parts.values() for p in (part.projection, part.residual[0], part.norm)}
         blocks = dict.fromkeys(part.block for part in self.parts.values())
         with ExitStack() as stack:
@@ -90,20 +111,11 @@ class _Watch:
 
     def _fold(self, part: Part, call: AttentionCall) -> None:
         hidden: Tensor = getattr(self.pieces[part.residual[0]], part.residual[1])
-        inside, cross = part.layer.stack == self.encoder, part.layer.kind == "cross"
-        fold, added = self.fold, self.pieces[part.projection].given.reshape(hidden.shape)
-        if fold.settings.residual == MEASURED:
-            take = fold.take_encoder if inside else fold.take_cross if cross else fold.take_self
-            take(call.weights.detach(), measured_residual(hidden, added))
+        if self.settings.residual == MEASURED:
+            added = part.scale * self.pieces[part.projection].given.reshape(hidden.shape)
+            self.push_measured(call, part.layer, measured_residual(hidden, added))
             return
-        matrix = self._contributions(part, call, hidden)
-        if inside:
-            fold.encoder.note_causal(call.weights)
-            fold.encoder.push(matrix)
-        elif cross:
-            fold.push_cross(matrix[..., :-1], matrix[..., -1])
-        else:
-            fold.push_self(matrix)
+        self.push(call, part.layer, self._contributions(part, call, hidden))
 
     def _contributions(self, part: Part, call: AttentionCall, hidden: Tensor) -> Tensor:
         """Return one attention's contributions (batch, query, key), row-normalised.
@@ -124,7 +136,7 @@ class _Watch:
         else:
             alone.diagonal(dim1=-2, dim2=-1).fill_(1)
             matrix = identity_where_empty(matrix)[0]
-        return torch.where(self._valid(part)[:, :, None], matrix, alone)
+        return torch.where(self.valid(part.layer)[0][:, :, None], matrix, alone)
 
     def _rows(self, part: Part, call: AttentionCall, hidden: Tensor, rows: slice) -> Tensor:
         vectors, constant = self._vectors(part, call, hidden, rows)
@@ -138,9 +150,9 @@ class _Watch:
             constant = constant if module.bias is None else constant + module.bias
             vectors, output = linearized_layer_norm(vectors, module.weight, deviation), norm.given
         output = output.reshape(hidden.shape)[:, rows]
-        if self.fold.verify:
-            _check_sum(call, vectors.sum(2) + constant, output, self._valid(part)[:, rows])
-        if self.fold.settings.method == "alti":
+        if self.verify:
+            _check_sum(call, vectors.sum(2) + constant, output, self.valid(part.layer)[0][:, rows])
+        if self.settings.method == "alti":
             return alti_contributions(vectors, output.to(vectors.dtype))
         return norm_contributions(vectors)
 
@@ -149,15 +161,47 @@ class _Watch:
         if call.value is None:
             raise CaptureError(f"attention layer {call.path}: its values cannot be found")
         projection, heads = self.modules[part.projection], call.weights.shape[1]
-        weight = projection_weight(projection, heads)
+        weight = part.scale * projection_weight(projection, heads)
         bias = getattr(projection, "bias", None)
         constant = torch.zeros_like(weight[0, 0]) if bias is None else bias.detach().to(weight.dtype)
+        constant = part.scale * constant
         value = call.value.to(weight.dtype).repeat_interleave(heads // call.value.shape[1], dim=1)
         attention, own = call.weights[:, :, rows].to(weight.dtype), hidden[:, rows].to(weight.dtype)
         if part.layer.kind == "cross":
             vectors = transformed_vectors(attention, value, weight)
             return torch.cat([vectors, own[:, :, None]], dim=2), constant
         return transformed_vectors(attention, value, weight, own, query_offset=rows.start), constant
+
+
+class _PairWatch(PartWatch):
+    """Folds the parts of both stacks of an encoder-decoder."""
+
+    def __init__(self, model: nn.Module, parts: Mapping[str, Part], fold: CrossFold) -> None:
+        super().__init__(model, parts, fold.settings, verify=fold.verify)
+        self.fold, self.encoder = fold, next(iter(parts.values())).layer.stack
+
+    def valid(self, layer: AttentionLayer) -> tuple[Tensor, Tensor | None]:
+        """Return which positions of source or prefix are no pads."""
+        source, prefix = self.fold.valid
+        inside = layer.stack == self.encoder
+        return source if inside else prefix, source if layer.kind == "cross" else None
+
+    def push(self, call: AttentionCall, layer: AttentionLayer, matrix: Tensor) -> None:
+        """Take contributions; see :class:`PartWatch`."""
+        if layer.stack == self.encoder:
+            self.fold.encoder.note_causal(call.weights)
+            self.fold.encoder.push(matrix)
+        elif layer.kind == "cross":
+            self.fold.push_cross(matrix[..., :-1], matrix[..., -1])
+        else:
+            self.fold.push_self(matrix)
+
+    def push_measured(self, call: AttentionCall, layer: AttentionLayer, residual: Tensor) -> None:
+        """Take attention with its measured residual."""
+        fold, cross = self.fold, layer.kind == "cross"
+        inside = layer.stack == self.encoder
+        take = fold.take_encoder if inside else fold.take_cross if cross else fold.take_self
+        take(call.weights.detach(), residual)
 
 
 def pair_contribution_batch(
@@ -185,6 +229,15 @@ def pair_contribution_batch(
     ------
     CaptureError
     """
-    watch = _Watch(core_model(model), parts, fold)
+    return run_parts(model, plan, tensors, _PairWatch(core_model(model), parts, fold))
+
+
+def run_parts(model: nn.Module, plan: CapturePlan, tensors: Mapping[str, Tensor], watch: PartWatch) -> Any:
+    """Run one batch while `watch` takes its blocks apart, and return the model's outputs.
+
+    Raises
+    ------
+    CaptureError
+    """
     with exclusive(model, plan.configs), watch.hooks(), watched(plan, watch.receive, None):
         return run_model(model, tensors, attentions=plan.has_hooks, keep_logits=True)

@@ -1,7 +1,8 @@
 """Find the residual connections inside the blocks of an encoder-decoder, by what its modules really compute.
 
 A block of a decoder has two attentions, each with a residual connection of its own:
-x + projection(attention × values). Wherever such a sum is taken by a norm, the block can be split.
+x + scale · projection(attention × values). Wherever such a sum is taken by a norm, the block can be split.
+The scale is 1, or a gate: tanh of a single parameter of the block (Llama 3.2, in decoder and tower).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Side = Literal["taken", "given"]
 
 @dataclass(frozen=True)
 class Part:
-    """One attention of a block: x + projection(attention × values), read by a norm.
+    """One attention of a block: x + scale · projection(attention × values), read by a norm.
 
     Attributes
     ----------
@@ -38,6 +39,8 @@ class Part:
         The norm whose input is the sum.
     post : bool
         Whether the norm's output goes on as the residual.
+    scale : float
+        The gate, 1 without one.
     """
 
     layer: AttentionLayer
@@ -46,6 +49,7 @@ class Part:
     residual: tuple[str, Side]
     norm: str
     post: bool
+    scale: float = 1.0
 
 
 def find_parts(model: nn.Module, plan: CapturePlan, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
@@ -94,17 +98,26 @@ def _part(
     projection = next((path for path in linear if same(own[path].taken, context)), None)
     if projection is None or block not in traces or call.value is None:
         raise _unknown(layer.path, layer.module, "its output projection or its values cannot be found")
-    added, queries = own[projection].given, [path for path in linear if path.startswith(f"{layer.path}.")]
-    for residual, x in _residuals(block, norms, traces):
-        norm = next((p for p in norms if _is_sum(own[p].taken, x, added)), None)
-        if norm is None:
-            continue
-        if any(same(own[path].taken, x) for path in queries):
-            return Part(layer, block, projection, residual, norm, post=True)
-        before = [own[path].given for path in norms if same(own[path].taken, x)]
-        if any(same(own[path].taken, given) for path in queries for given in before):
-            return Part(layer, block, projection, residual, norm, post=False)
+    queries = [path for path in linear if path.startswith(f"{layer.path}.")]
+    for scale in _scales(modules[block]):
+        added = scale * own[projection].given
+        for residual, x in _residuals(block, norms, traces):
+            norm = next((p for p in norms if _is_sum(own[p].taken, x, added)), None)
+            if norm is None:
+                continue
+            before = [own[path].given for path in norms if same(own[path].taken, x)]
+            # First, since what comes from a norm is hardly changed by another that was never trained.
+            if any(same(own[path].taken, given) for path in queries for given in before):
+                return Part(layer, block, projection, residual, norm, post=False, scale=scale)
+            if any(same(own[path].taken, x) for path in queries):
+                return Part(layer, block, projection, residual, norm, post=True, scale=scale)
     raise _unknown(layer.path, layer.module, "no norm takes the sum of residual and attention")
+
+
+def _scales(block: nn.Module) -> list[float]:
+    """Return what a block may scale its attention by: 1, or a gate of its own."""
+    gates = [parameter for parameter in block.parameters(recurse=False) if parameter.numel() == 1]
+    return [1.0, *(float(gate.detach().tanh()) for gate in gates)]
 
 
 def _residuals(
