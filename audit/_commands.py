@@ -120,21 +120,26 @@ def replicate(
 
 def list_(
     trend: Annotated[bool, typer.Option("--trend", help="The trend of each region over the audits.")] = False,
+    config: Annotated[
+        Path | None, typer.Option(help="An audit.toml whose store is listed, and whose signers count.")
+    ] = None,
     store: StoreUrl = None,
     as_json: Json = False,
 ) -> None:
     """List the runs, comparisons and approvals of a store, or the trends over its history."""
-    from audit.pipeline import accepted_outcomes, approvals_of, read_approvals, trends
+    from audit.config import load_config
+    from audit.pipeline import accepted_outcomes, approvals_of, read_approvals, signers_of, trends
     from audit.report import list_table
     from audit.serialize import to_json
 
-    where = _existing(store)
+    named = None if config is None else load_config(config)
+    where = _existing(store or (None if named is None else named.store.url))
     if trend:
         found = trends(where)
         text = "\n".join(one.sentence for one in found) or "No model was audited three times yet."
         say(json.dumps({"trends": to_json(found)}) if as_json else text)
         return
-    accepted = accepted_outcomes(where)
+    accepted = accepted_outcomes(where, signers=signers_of(named))
     runs = where.runs()
     comparisons = [{**one, "accepted": accepted.get(one["comparison_id"])} for one in where.comparisons()]
     approvals = approvals_of(read_approvals(where))

@@ -43,6 +43,18 @@ _DUAL_ENCODERS = frozenset(
         "VisionTextDualEncoderModel",
     }
 )
+MODALITIES = {
+    "sequence-classification": "text",
+    "token-classification": "text",
+    "masked-lm": "text",
+    "causal-lm": "text",
+    "seq2seq-lm": "text",
+    "image-classification": "image",
+    "audio-classification": "audio",
+    "ctc": "audio",
+    "speech-seq2seq": "audio",
+}
+"""What a model of that task reads where it reads one modality; tasks that do not tell are left out."""
 _SPEECH = frozenset({"whisper", "speech_to_text", "moonshine", "speecht5", "seamless_m4t"})
 _CLASSIFIERS = frozenset(
     {"sequence-classification", "token-classification", "image-classification", "audio-classification"}

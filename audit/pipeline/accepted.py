@@ -83,11 +83,13 @@ def read_verdict(
     return apply_approvals(store, store.comparison(comparison_id), verdict, signers=signers, today=today)
 
 
-def accepted_outcomes(store: Store, *, today: date | None = None) -> dict[str, str]:
+def accepted_outcomes(
+    store: Store, *, signers: Signers | None = None, today: date | None = None
+) -> dict[str, str]:
     """Return the outcome, as it is read, of each comparison that failed until an approval accepted it.
 
-    Approvals that must be signed count for nothing here, where no configuration names the signers; nor
-    does any for a comparison with a damaged file.
+    Approvals that must be signed count for nothing without `signers`; nor does any for a comparison with a
+    damaged file.
     """
     approved = {one.bound.get("after") for one in read_approvals(store) if one.kind == "rule"}
     failed = [
@@ -95,13 +97,13 @@ def accepted_outcomes(store: Store, *, today: date | None = None) -> dict[str, s
         for one in store.comparisons()
         if one["outcome"] == Outcome.FAIL.value and one["after"] and one["after"]["digest"] in approved
     ]
-    read = {name: _intact_verdict(store, name, today) for name in failed}
+    read = {name: _intact_verdict(store, name, signers, today) for name in failed}
     return {name: found.status for name, found in read.items() if found and found.outcome is not Outcome.FAIL}
 
 
-def _intact_verdict(store: Store, name: str, today: date | None) -> Verdict | None:
+def _intact_verdict(store: Store, name: str, signers: Signers | None, today: date | None) -> Verdict | None:
     try:
-        return read_verdict(store, name, today=today)
+        return read_verdict(store, name, signers=signers, today=today)
     except StoreError:
         return None
 

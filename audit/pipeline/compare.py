@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from audit.compare import ROUNDING, compare_interaction, compare_tables
 from audit.config import DEFAULT_MEASURES, RESAMPLES
 from audit.errors import NothingEvaluatedError, ProbeError
+from audit.pipeline.checks import check_replicate_runs
 from audit.pipeline.map_cells import map_cells
 from audit.pipeline.map_measures import map_measures
 from audit.pipeline.predictions import prediction_changes
@@ -84,11 +85,14 @@ def compare_runs(
         When a paired comparison's runs have different probes or regions.
     NothingEvaluatedError
         When an unpaired comparison's probe sets are the same.
+    ConfigError
+        When a replicate has the weights of another one, or of a run that is compared.
     """
     statistics = statistics or Statistics()
     before, after = _as_run(before, store), _as_run(after, store)
     repeats = [_as_run(one, store, kind="seed") for one in replicates]
     check_comparable(before, after, repeats, paired=paired)
+    check_replicate_runs([one.ref for one in repeats], {"before": before.ref, "after": after.ref})
     identical, notes = False, layer_notes(before, after) if paired else ()
     before, after, *repeats = in_common(before, after, *repeats)
     if paired:

@@ -7,9 +7,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from audit.errors import ConfigError
+from audit.errors import ConfigError, ProbeError
 from audit.models import checkpoint_info
-from audit.models.tasks import BACKBONE, task_of
+from audit.models.tasks import BACKBONE, MODALITIES, task_of
 from audit.pipeline.files import writing
 from audit.probes import read_probes
 from audit.probes.fields import CONTENT, FIELDS
@@ -123,7 +123,7 @@ def write_initial_config(
     ConfigError
         When `out` exists and `force` is not set.
     CheckpointError, ProbeError
-        When the model or the probe set cannot be read.
+        When the model or the probe set cannot be read, or the model does not read what the probes hold.
     """
     out = Path(out)
     if out.exists() and not force:
@@ -131,6 +131,7 @@ def write_initial_config(
     info = checkpoint_info(model)
     columns = infer_columns(probes)
     subject = _Subject(model, info, read_probes(probes, columns=columns or None), columns)
+    _check_modality(subject, probes)
     text = _fill(subject, out, Path(probes), after, replicates)
     with writing(out):
         out.write_text(text, encoding="utf-8")
@@ -144,6 +145,15 @@ def write_initial_config(
         "config": str(out),
         "next": f"audit run {out}",
     }
+
+
+def _check_modality(subject: _Subject, probes: str | Path) -> None:
+    reads = MODALITIES.get(subject.task, subject.modality)
+    if subject.modality in MODALITIES.values() and subject.modality != reads:
+        raise ProbeError(
+            f"{probes} holds {subject.modality} but {subject.info.architecture} reads {reads}; name a probe "
+            f"file of {reads}, or another model"
+        )
 
 
 def infer_columns(path: str | Path) -> dict[str, str]:

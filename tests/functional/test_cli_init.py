@@ -133,3 +133,11 @@ def test_nothing_is_written_for_what_cannot_be_read(audit, project, models, mode
     assert done.code in (ExitCode.CHECKPOINT, ExitCode.PROBES)
     assert done.error
     assert not (project / "new").exists()
+
+
+def test_probes_that_the_model_does_not_read_are_refused(audit, project, models):
+    tiny.write_images(project / "images")
+    done = audit("init", models / "base", "images")
+    assert done.code == ExitCode.PROBES
+    assert "images holds image but BertForSequenceClassification reads text" in done.error
+    assert not (project / "audit.toml").exists()

@@ -236,6 +236,13 @@ def test_a_signed_approval_counts(signed, keys):
     assert gate_runs(load_config(config)).exit_code == 0
 
 
+def test_the_list_counts_signatures_where_the_configuration_names_the_signers(signed, keys):
+    world, config, comparison, allowed = signed
+    accept_all(world, comparison, key=keys[REVIEWER], signers=Signers(allowed))
+    assert "PASS (approved)" in cli("list", "--config", config).stdout
+    assert "PASS (approved)" not in cli("list", "--store", world.root / "store").stdout
+
+
 def test_where_signatures_are_demanded_a_reader_without_the_list_accepts_none(signed, keys):
     world, _, comparison, allowed = signed
     accept_all(world, comparison, key=keys[REVIEWER], signers=Signers(allowed))

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from audit.errors import NothingEvaluatedError
+from audit.errors import ConfigError, NothingEvaluatedError
 from audit.pipeline import compare_runs, compare_subset, subset_crossing
 from audit.pipeline.compare import Statistics
 from audit.pipeline.publish import publish
@@ -29,6 +29,13 @@ def compared(tmp_path: Path) -> tuple[World, Comparison]:
 
 def cells_of(cells, measure="shift"):
     return {(c.region, c.layer): c for c in cells if c.measure == measure and c.segment is None}
+
+
+def test_one_replicate_is_not_taken_for_two(tmp_path):
+    world = World(tmp_path)
+    base, after, seeds = release(world)
+    with pytest.raises(ConfigError, match="equal weights, so that they are no two re-trainings"):
+        compare_runs(base, after, replicates=[*seeds, seeds[0]], store=world.store, statistics=STATISTICS)
 
 
 def test_a_selection_is_compared_with_its_own_probes_and_replicates(compared):
