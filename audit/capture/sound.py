@@ -7,7 +7,7 @@ audio spectrogram transformer, whose patches overlap). A frame also reads beyond
 
 A frame is removed by silence: what the checkpoint's own feature extractor puts where there is no sound, so
 that every model has met it. For a waveform that is 0 (which is the sound's mean where it is normalised), for
-Whisper's spectrogram its floor, which lies eight decades under the sound's loudest cell, and for the audio
+Whisper's spectrogram its floor, at most eight decades under the sound's loudest cell, and for the audio
 spectrogram transformer a 0 before normalisation, with which its training also masks.
 """
 
