@@ -18,6 +18,7 @@ from audit.capture.inputs import Encoded, core_model, encode_image
 from audit.capture.interface import config_locks
 from audit.capture.layers import plan_capture
 from audit.capture.passes import exclusive, run_model
+from audit.capture.sound import encode_sound
 from audit.capture.texts import encode_texts
 from audit.capture.threads import own_thread
 from audit.errors import ProbeError
@@ -49,7 +50,7 @@ def cascade(
     Raises
     ------
     ProbeError
-        When the probe is neither text nor an image.
+        When the probe is neither text, an image nor a sound.
     """
     model = checkpoint.model
     layers = {id(module) for module in plan_capture(core_model(model)).modules().values()}
@@ -85,7 +86,11 @@ def _encoded(checkpoint: Checkpoint, probe: Probe, settings: CaptureSettings) ->
         return encode_texts(checkpoint, [probe], settings)[0]
     if probe.modality == "image":
         return encode_image(checkpoint, probe)
-    raise ProbeError(f"probe {probe.id} is {probe.modality}; weights are shuffled for text and images alone")
+    if probe.modality == "audio":
+        return encode_sound(checkpoint, probe)
+    raise ProbeError(
+        f"probe {probe.id} is {probe.modality}; weights are shuffled for text, images and sound alone"
+    )
 
 
 def _calls(model: nn.Module, item: Encoded) -> list[nn.Module]:
