@@ -168,7 +168,16 @@ def input_tables(
         else (core.get_submodule(roots[0]), core.get_submodule(roots[1]))
     )
     first, second = (
-        part.get_input_embeddings() if name in _EMBEDDED else None
-        for name, part in zip(names, parts, strict=True)
+        _table_of(part) if name in _EMBEDDED else None for name, part in zip(names, parts, strict=True)
     )
     return first, second
+
+
+def _table_of(part: Any) -> Any:
+    """Return the embeddings of tokens; where a model does not name them (OWL-ViT), those of its size."""
+    try:
+        return part.get_input_embeddings()
+    except NotImplementedError:
+        size = getattr(part.config, "vocab_size", None)
+        tables = (module for module in part.modules() if isinstance(module, nn.Embedding))
+        return next((table for table in tables if table.num_embeddings == size), None)

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from audit.capture import capture
 from audit.capture.windows import probe_windows
-from audit.records import CaptureSettings, Method
+from audit.records import CaptureSettings, Checkpoint, Method
 from tests.integration.test_capture_image_text import by_stream
 from tests.integration.test_capture_streams import clip, pair_probes
 from tests.integration.test_image_text_attribution import (
@@ -21,6 +22,7 @@ from tests.integration.test_image_text_attribution import (
     with_constants,
 )
 from tests.integration.test_tower_methods import PROBES, siglip
+from tests.integration.tiny_models import build, checkpoint, image_processor, word_tokenizer
 
 
 @pytest.mark.parametrize("layer", [0, -1])
@@ -72,3 +74,21 @@ def test_relevance_of_a_pooled_tower_is_conserved_and_the_same_with_every_kernel
         for a, b in zip(one.maps, two.maps, strict=True):
             assert a.diagnostics["conservation_error"] < 1e-5
             np.testing.assert_allclose(a.weights, b.weights, atol=1e-5)
+
+
+def owlvit() -> Checkpoint:
+    """Towers like CLIP's, whose text tower does not name its table of embeddings."""
+    tokenizer = word_tokenizer()
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 37}
+    text = {**sizes, "vocab_size": len(tokenizer), "max_position_embeddings": 64, "pad_token_id": 0}
+    vision = {**sizes, "image_size": 32, "patch_size": 8}
+    model = build("OwlViTModel", attention="sdpa", text_config=text, vision_config=vision, projection_dim=32)
+    return checkpoint(model, transformers.CLIPProcessor(image_processor(), tokenizer))
+
+
+@pytest.mark.parametrize("name", ["input_x_gradient", "occlusion", "lrp"])
+def test_a_table_of_embeddings_without_a_name_is_found_by_its_size(name: str) -> None:
+    maps = by_stream(next(capture(owlvit(), PROBES, method=Method(name))).maps)
+    assert maps["text"].weights.sum() == pytest.approx(1, abs=1e-5)
+    assert maps["text"].weights.max() < 0.99
+    assert maps["image"].weights.max() > 1.1 * maps["image"].weights.mean()
