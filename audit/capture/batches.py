@@ -74,12 +74,13 @@ LONGEST_CHECK = 256
 """Longer text is cut to this before checks that keep whole weights."""
 
 
-def beginning(item: Encoded) -> tuple[dict[str, Tensor], int]:
+def beginning(item: Encoded, least: int = 0) -> tuple[dict[str, Tensor], int]:
     """Return the tensors of the beginning of a long text, or of the whole input, and its length.
 
-    Whether positions mix by other ways than attention is a matter of the modules, not of the length.
+    Whether positions mix by other ways than attention is a matter of the modules, not of the length, as long
+    as it is `least` or more.
     """
-    n, tensors = len(item), dict(item.tensors)
-    if n <= LONGEST_CHECK or any(tuple(t.shape) != (1, n) for t in tensors.values()):
+    n, size, tensors = len(item), max(LONGEST_CHECK, least), dict(item.tensors)
+    if n <= size or any(tuple(t.shape) != (1, n) for t in tensors.values()):
         return tensors, n
-    return {name: t[:, :LONGEST_CHECK] for name, t in tensors.items()}, LONGEST_CHECK
+    return {name: t[:, :size] for name, t in tensors.items()}, size

@@ -30,6 +30,7 @@ from audit.capture.predictions import (
 from audit.capture.rows import OutputRow, decide_row, row_weights
 from audit.capture.settings import FLOW
 from audit.capture.spans import Span, answer_ends
+from audit.capture.switching import fewest_positions
 from audit.capture.targets import require_head
 from audit.errors import CaptureError
 from audit.records import Captured, CaptureSettings, Checkpoint, Method
@@ -227,7 +228,8 @@ def verify(session: Session, window: Sequence[Encoded]) -> None:
     _agree(first, second)
     if len(batch) > 1:
         check_alone(first[0].final_row()[-1:], _fold(checking, batch[-1:])[0].final_row())
-    check_mixing(session.checkpoint.model, session.plan, *beginning(batch[0]))
+    least = fewest_positions(session.checkpoint.model)
+    check_mixing(session.checkpoint.model, session.plan, *beginning(batch[0], least))
     with exclusive(session.checkpoint.model, session.plan.configs):
         plain = run_model(session.checkpoint.model, stack(batch), keep_logits=session.keep_logits)
     if not same_tensors(first_tensor(plain), first_tensor(first[1])):

@@ -8,12 +8,16 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from audit.capture import batches, capture
 from audit.capture.gradient import gradient_leaf
 from audit.capture.hooks import hook_capture
 from audit.capture.layers import plan_capture
 from audit.capture.passes import active_plan, exclusive, run_model, watched
 from audit.coverage.configs import build_model, model_class, tiny_config
 from audit.errors import CaptureError
+from audit.records import Method, Probe
+from tests.integration.tiny_models import LABELS, TEXTS, build, text_probes, word_tokenizer
+from tests.integration.tiny_models import checkpoint as as_checkpoint
 
 LENGTH = 27  # no multiple of a window or block
 IDS = torch.randint(4, 100, (2, LENGTH), generator=torch.Generator().manual_seed(3))
@@ -262,3 +266,47 @@ def test_big_bird_that_would_switch_is_refused_and_left_as_it_was():
     assert [type(m).__name__ for m in model.modules()] == before
     assert model.attention_type == "block_sparse"
     assert set(active_plan(model, plan, {"input_ids": IDS}).modules()) == set(plan.modules())
+
+
+def test_big_bird_is_checked_at_a_length_at_which_its_blocks_are_sparse(monkeypatch):
+    monkeypatch.setattr(batches, "LONGEST_CHECK", 8)
+    checkpoint = tiny_big_bird()
+    (found,) = capture(checkpoint, [Probe("a", text=" ".join(TEXTS))], method=Method(row="cls"))
+    assert found.maps[0].weights.sum() == pytest.approx(1)
+    for short in ([Probe("b", text=TEXTS[1])], [Probe("a", text=" ".join(TEXTS)), Probe("b", text=TEXTS[1])]):
+        with pytest.raises(CaptureError, match="at a probe of 14 tokens or fewer"):
+            list(capture(checkpoint, short, method=Method(row="cls")))
+
+
+def tiny_big_bird():
+    tokenizer = word_tokenizer()
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "block_size": 2,
+        "num_random_blocks": 1,
+        "pad_token_id": 0,
+        **LABELS,
+    }
+    return as_checkpoint(build("BigBirdForSequenceClassification", **sizes), tokenizer)
+
+
+@pytest.mark.parametrize("method", ["rollout", "per_head_rollout", "gradient_rollout", "raw_attention"])
+def test_longformer_is_captured_from_texts_with_its_global_start(method):
+    """Its head makes the first token global by itself; the model pads, the map has the text's tokens."""
+    tokenizer = word_tokenizer()
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "attention_window": [4, 4, 4],
+        "pad_token_id": 0,
+        "sep_token_id": 3,
+    }
+    checkpoint = as_checkpoint(
+        build("LongformerForSequenceClassification", **sizes, **{**LABELS, "max_position_embeddings": 66}),
+        tokenizer,
+    )
+    for one in capture(checkpoint, text_probes(), method=Method(name=method)):
+        (found,) = one.maps
+        assert found.weights.sum() == pytest.approx(1)
+        assert len(found.weights) == len(found.positions.special)
+    with pytest.raises(CaptureError, match="its values cannot be found"):
+        list(capture(checkpoint, text_probes(), method=Method(name="norms")))
