@@ -41,6 +41,17 @@ GLOSSARY = {
     "dtype": "With how many bits the model calculates.",
     "attention": "Which implementation of attention calculated; auto is the model's own.",
     "rollout": "Attention of all layers multiplied together: which inputs the output draws on.",
+    "policy": "The conditions that were written down before the audit; each is one rule of the report.",
+    "occlusion": "The region is hidden and both checkpoints answer again: does the answer depend on it?",
+    "logit": "The number from which the model's answer is made, before it is turned into a confidence.",
+    "method": "How attention becomes a map; the page Methods & limits says what each looks at.",
+    "2×2": "Both checkpoints on both probe sets: tells a changed model from changed data.",
+    "p": "How often a harmless re-training alone would move the map at least as far.",
+    "Holm": "The p of several regions, each made stricter so that together they raise few false alarms.",
+    "architecture": "The class of the model, as its configuration names it.",
+    "device": "What calculated: the processor (cpu) or a graphics card (cuda).",
+    "stream": "Which of several inputs a map lies on: source and prefix, or image and text.",
+    "head": "The digest of the newest entry of the log, which hangs on all entries before it.",
 }
 
 
@@ -79,6 +90,11 @@ def html(content: str) -> None:
 def term(word: str, shown: str | None = None) -> str:
     """Return a word of the field with its meaning on hover."""
     return f'<abbr title="{escape(GLOSSARY[word])}" tabindex="0">{escape(shown or word)}</abbr>'
+
+
+def column(word: str, shown: str | None = None) -> Any:
+    """Return a column of a table whose heading has the meaning of a word on hover."""
+    return st.column_config.Column(shown or word, help=GLOSSARY[word])
 
 
 def badge(outcome: str) -> str:

@@ -18,6 +18,7 @@ def main() -> None:
     chosen = navigation.choose_page()
     navigation.guarded(chosen.run, chosen.title)
     navigation.share()
+    theme.follow()
 
 
 main()

@@ -10,14 +10,12 @@ from html import escape
 from audit.report.wording import clip
 from dashboards.downloads import SANS, WIDTH
 from dashboards.probe_view import Line, Token, Weights, png_size, smooth_png
-from dashboards.theme import Palette
+from dashboards.theme import PATCH, Palette
 
 LETTER = 15
 LINE = 30
 MARGIN = 16
 TITLE = 96
-STRENGTH = 0.78
-"""Opacity of the strongest colour, as in the style sheet."""
 
 
 def words_svg(pieces: Sequence[Token], lines: Sequence[Line], colours: Palette) -> str:
@@ -38,7 +36,7 @@ def words_svg(pieces: Sequence[Token], lines: Sequence[Line], colours: Palette) 
             width = _width(words) + 10
             if x + width > WIDTH - MARGIN and x > MARGIN + TITLE:
                 x, y = float(MARGIN + TITLE), y + LINE
-            drawn.append(_box(line, i, colours, (x, y + 3, width, LINE - 6)))
+            drawn.append(_box(line, i, colours, (x, y + 3, width, LINE - 6), colours.word))
             drawn.append(_text(x + 5, y + LINE / 2, words, colours.ink, width=width - 10))
             x += width + 4
         y += LINE + 12
@@ -112,6 +110,7 @@ def _patches(panel: Line, grid: tuple[int, int], place: Place, colours: Palette)
             i,
             colours,
             (left + wide * (i % grid[1]), top + high * (i // grid[1]), wide, high),
+            PATCH,
             radius=0,
         )
         for i in range(len(panel.shares))
@@ -132,12 +131,12 @@ def _boxes(panel: Line, boxes: Weights, place: Place, colours: Palette) -> list[
     ]
 
 
-def _box(line: Line, i: int, colours: Palette, place: Place, *, radius: int = 4) -> str:
+def _box(line: Line, i: int, colours: Palette, place: Place, opacity: float, *, radius: int = 4) -> str:
     fill = {"m": colours.mass, "u": colours.up, "d": colours.down}[line.kind(i)]
     x, y, width, height = place
     return (
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="{radius}" '
-        f'fill="{fill}" fill-opacity="{STRENGTH * line.strength(i):.3f}"/>'
+        f'fill="{fill}" fill-opacity="{opacity * line.strength(i):.3f}"/>'
     )
 
 

@@ -173,7 +173,7 @@ def panels_html(
     ratio: float | None = None,
     boxes: Weights | None = None,
 ) -> str:
-    """Return the maps side by side, each over the picture where there is one.
+    """Return the maps side by side, each over the picture where there is one, which stands before them.
 
     With `spans`, the names of the columns, they stand below each other, for pictures as wide as a sound.
     With `boxes`, fractions of the picture (n, 4), patches lie there, and are no grid.
@@ -185,7 +185,7 @@ def panels_html(
     if png is not None:
         data = base64.b64encode(png).decode("ascii")
         picture = f'<img class="below{small}" alt="the probe" src="data:image/png;base64,{data}">'
-    figures = []
+    figures = [] if png is None or spans else [_original(png, ratio, small)]
     for panel in panels:
         if boxes is not None:
             above = _boxes(panel, boxes, others)
@@ -197,6 +197,16 @@ def panels_html(
         )
     wide = " wide" if spans else ""
     return f'<div class="panels{wide}">{"".join(figures)}</div>'
+
+
+def _original(png: bytes, ratio: float, small: str) -> str:
+    """Return the picture alone, as the model gets it."""
+    data = base64.b64encode(png).decode("ascii")
+    return (
+        f'<figure><figcaption>Input</figcaption><div class="original" style="aspect-ratio:{ratio:.4f}">'
+        f'<img class="{small.strip()}" alt="the probe, without a map" src="data:image/png;base64,{data}">'
+        "</div></figure>"
+    )
 
 
 def _patches(

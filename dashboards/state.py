@@ -27,6 +27,7 @@ KEYS = (
     "head",
     "row",
     "method",
+    "tokens",
 )
 """What may be selected, and what an address may carry."""
 

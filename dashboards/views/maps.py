@@ -113,7 +113,7 @@ def _draw_patches(one: Map, old: Any, new: Any, found: Content) -> None:
     panels = probe_view.pair_of_lines(before, after, peaks)
     both = (before, after)
     drawn = probe_view.panels_html(panels, grid, png, smooth=smooth, others=both, boxes=boxes)
-    blocks.html(drawn + _scale(*peaks))
+    blocks.html(drawn + _scale(*peaks, kind="patch"))
     colours = theme.palette()
     downloads.figure(
         _name(one), lambda: map_svg.panels_svg(panels, grid, png, colours, smooth=smooth, boxes=boxes)
@@ -133,7 +133,13 @@ def _draw_patches(one: Map, old: Any, new: Any, found: Content) -> None:
 def _draw_frames(one: Map, old: Any, new: Any, found: Content) -> None:
     assert one.positions.times is not None
     grid = sound_view.spans(one.positions.times, one.positions.special)
-    png = _spectrogram(found, float(grid.times[-1, 1]) if len(grid.times) else 0.0)
+    sound = _sound(found)
+    png = None
+    if sound is not None:
+        samples, rate = sound
+        st.audio(samples, sample_rate=rate)
+        seconds = float(grid.times[-1, 1]) if len(grid.times) else 0.0
+        png = sound_view.spectrogram_png(samples[: int(seconds * rate)], rate)
     before, after = grid.summed(old), grid.summed(new)
     peaks, smooth = _peaks(before, after), state.get("overlay") == "smooth"
     panels = probe_view.pair_of_lines(before, after, peaks)
@@ -141,7 +147,7 @@ def _draw_frames(one: Map, old: Any, new: Any, found: Content) -> None:
     drawn = probe_view.panels_html(
         panels, grid.shape, png, smooth=smooth, others=(before, after), spans=names, ratio=SOUND
     )
-    blocks.html(drawn + _scale(*peaks))
+    blocks.html(drawn + _scale(*peaks, kind="patch"))
     colours, name = theme.palette(), _name(one)
     downloads.figure(
         name, lambda: map_svg.panels_svg(panels, grid.shape, png, colours, smooth=smooth, ratio=SOUND)
@@ -157,8 +163,8 @@ def _draw_frames(one: Map, old: Any, new: Any, found: Content) -> None:
         )
 
 
-def _spectrogram(found: Content, seconds: float) -> bytes | None:
-    """Return the spectrogram of the probe's sound up to the end of its last frame."""
+def _sound(found: Content) -> tuple[np.ndarray[Any, Any], int] | None:
+    """Return the samples and the sampling rate of the probe's sound, None where it is not at hand."""
     from audit.media import load_audio
 
     if found.probe is None or found.probe.audio is None:
@@ -166,7 +172,7 @@ def _spectrogram(found: Content, seconds: float) -> bytes | None:
     sound, rate = found.probe.audio, found.probe.sampling_rate
     if isinstance(sound, str):
         sound, rate = load_audio(sound)
-    return sound_view.spectrogram_png(sound[: int(seconds * rate)], rate) if rate else None
+    return (sound, int(rate)) if rate else None
 
 
 def draw_layers(pairs: Sequence[tuple[Map, Map]]) -> None:
@@ -211,8 +217,9 @@ def _name(one: Map) -> str:
     return re.sub(r"[^\w.-]+", "_", f"map-{one.probe_id[:60]}-{one.stream}")
 
 
-def _scale(scale: float, spread: float) -> str:
+def _scale(scale: float, spread: float, *, kind: str = "word") -> str:
+    """Return the legend of words, or of patches, which are coloured more strongly."""
     return (
-        f'<ul class="legend top"><li>0 <span class="ramp mass"></span> {number(scale)} of the map</li>'
-        f'<li>lost {number(spread)} <span class="ramp"></span> gained {number(spread)}</li></ul>'
+        f'<ul class="legend top"><li>0 <span class="ramp mass {kind}"></span> {number(scale)} of the map</li>'
+        f'<li>lost {number(spread)} <span class="ramp {kind}"></span> gained {number(spread)}</li></ul>'
     )

@@ -8,17 +8,20 @@ from typing import Any
 import streamlit as st
 
 from audit.alignment import same_positions
-from audit.errors import AuditError
-from audit.records import Captured, Map, RunSpec
-from dashboards import blocks, charts, downloads, loaded, probe_view
+from audit.errors import ProbeError
+from audit.records import Captured, Probe, RunSpec
+from dashboards import blocks, charts, downloads, loaded, probe_view, state
 from dashboards.content import Content
 
-LONGEST = 16
-"""Generated tokens at most; each is a pass through both checkpoints."""
+SHOWN = 16
+"""Generated tokens of one part of the matrix; each is a pass through both checkpoints."""
+KEY = "tokens"
+"""Of the selection: the first generated token that is drawn."""
+Pair = tuple[Captured, Captured]
 
 
-def draw(specs: tuple[RunSpec, RunSpec], pairs: Sequence[tuple[Map, Map]], found: Content) -> None:
-    """Draw the matrix, or what it takes to compute it."""
+def draw(specs: tuple[RunSpec, RunSpec], found: Content) -> None:
+    """Draw the matrix part by part, or say what it takes to compute it."""
     if found.probe is None or not loaded.asked() or loaded.obstacle(specs):
         blocks.note(
             "The store holds one row, that of one generated token. The others are computed from the "
@@ -27,31 +30,71 @@ def draw(specs: tuple[RunSpec, RunSpec], pairs: Sequence[tuple[Map, Map]], found
         return
     if not st.toggle("Compute the row of every generated token", key="matrix on"):
         return
+    first = first_token(state.get(KEY))
+    with st.spinner("Computing the rows …"):
+        answers = rows_from(first, specs, found.probe)
+    _turn(first, len(answers))
+    if not answers:
+        blocks.note(f"The two checkpoints have no generated token {first} in common.")
+        return
+    _draw(first, answers[:SHOWN], found)
+
+
+def first_token(asked: str | None) -> int:
+    """Return the first generated token of the part that an address asks for; 0 for nonsense."""
+    return int(asked) // SHOWN * SHOWN if asked is not None and asked.isdecimal() and len(asked) < 6 else 0
+
+
+def rows_from(first: int, specs: tuple[RunSpec, RunSpec], probe: Probe) -> list[Pair]:
+    """Return what both checkpoints make of the generated tokens from `first` on.
+
+    At most one more than are drawn, which tells whether there is a further part; fewer where one of the
+    checkpoints ends.
+    """
     from audit.pipeline import method_on_demand
 
-    prefix = next(before for before, _ in pairs if before.stream == "prefix")
     answers = []
-    with st.spinner("Computing every row …"):
-        for i in range(min(len(prefix.weights), LONGEST)):
-            try:
-                answers.append(
-                    loaded.capture(specs, found.probe, method_on_demand(specs[0].method, row=f"decoder:{i}"))
-                )
-            except AuditError:
-                break  # one of the two ends here: there is no further row to compare
-    if not answers:
-        blocks.note("The two checkpoints have no generated token in common.")
+    for i in range(first, first + SHOWN + 1):
+        method = method_on_demand(specs[0].method, row=f"decoder:{i}")
+        try:
+            answers.append(loaded.capture(specs, probe, method))
+        except ProbeError:
+            break  # one of the two generates no further token
+    return answers
+
+
+def _turn(first: int, count: int) -> None:
+    """Draw the way to the other parts, where there are any."""
+    if not first and count <= SHOWN:
         return
-    cells = [cell for i, (one, two) in enumerate(answers) for cell in row_cells(i, one, two, found)]
+    with st.container(horizontal=True, vertical_alignment="center"):
+        for label, icon, target, there in (
+            ("Earlier tokens", "chevron_left", first - SHOWN, first > 0),
+            ("Later tokens", "chevron_right", first + SHOWN, count > SHOWN),
+        ):
+            st.button(
+                label,
+                icon=f":material/{icon}:",
+                disabled=not there,
+                help=None if there else f"No {label.casefold()}: both checkpoints have no more in common.",
+                on_click=state.put,
+                kwargs={KEY: str(target) if target > 0 else None},
+            )
+
+
+def _draw(first: int, answers: Sequence[Pair], found: Content) -> None:
     import polars as pl
 
-    name = f"matrix-{found.probe.id[:60]}"
-    downloads.chart(name, charts.row_matrix, cells, alt="Difference by generated token")
+    assert found.probe is not None
+    cells = [cell for i, pair in enumerate(answers, start=first) for cell in row_cells(i, *pair, found)]
+    last = first + len(answers) - 1
+    name = f"matrix-{found.probe.id[:60]}" + (f"-from-{first}" if first else "")
+    downloads.chart(name, charts.row_matrix, cells, alt=f"Difference by generated token, {first} to {last}")
     downloads.table(name, pl.DataFrame(cells))
     blocks.note(
-        "Each row is one generated token: how much more (orange) or less (blue) it draws on each word of the "
-        "source, and on each token generated before it, after than before. Where the two generated "
-        f"other tokens, their prefixes are left out; the first {LONGEST} tokens are drawn at most."
+        f"Each row is one generated token ({first} to {last}): how much more (orange) or less (blue) it "
+        "draws on each word of the source, and on each token generated before it, after than before. Where "
+        "the two generated other tokens, their prefixes are left out."
     )
 
 

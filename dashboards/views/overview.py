@@ -22,6 +22,10 @@ ORDER = ("ERROR", "FAIL", "INCONCLUSIVE", "PASS", "COMPARED")
 EVERY = "all"
 CROSSED = "crossed"
 KINDS = {"unpaired": "two probe sets", CROSSED: "2×2 with new data"}
+WHAT = (
+    "Did a model's attention move to other parts of its input, by more than is allowed, or than a harmless "
+    "re-training would explain? One card a model, with its newest verdict."
+)
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ def page() -> None:
         _empty()
         return
     found = models(listing.manifests)
+    blocks.note(WHAT)
     _counts(found)
     _news(listing.manifests)
     shown = _filtered(found)
@@ -191,18 +196,18 @@ def _sentence(manifest: Mapping[str, Any]) -> str:
 def _remark(model: Model, approval: Mapping[str, Any] | None) -> str:
     latest = model.latest
     parts = [
-        blocks.when(latest["provenance"]["time"]),
-        count(int(latest["n_probes"]), "probe"),
-        f"method {latest['method']}",
-        count(len(latest["replicates"]), "replicate"),
+        blocks.text(blocks.when(latest["provenance"]["time"])),
+        blocks.term("probe", count(int(latest["n_probes"]), "probe")),
+        f"{blocks.term('method')} {blocks.text(latest['method'], 60)}",
+        blocks.term("replicate", count(len(latest["replicates"]), "replicate")),
     ]
     if model.kind != "paired":
-        parts.append(KINDS[model.kind])
+        parts.append(blocks.term("2×2", KINDS[CROSSED]) if model.kind == CROSSED else KINDS[model.kind])
     if len(model.history) > 1:
         parts.append(f"{len(model.history)} audits so far")
     if approved := approval_remark(model, approval):
-        parts.append(approved)
-    return blocks.text(" · ".join(parts))
+        parts.append(blocks.text(approved))
+    return " · ".join(parts)
 
 
 def _settle(name: str, outcome: str) -> str:

@@ -112,7 +112,7 @@ def _step(label: str, ids: Sequence[str], index: int, key: str, icon: str) -> No
         disabled=not inside,
         key=f"step {label}",
         on_click=state.put,
-        kwargs={"probe": ids[index]} if inside else {},
+        kwargs={"probe": ids[index], "tokens": None} if inside else {},
     )
 
 

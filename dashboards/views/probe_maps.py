@@ -19,7 +19,7 @@ from dashboards.views.maps import draw_layers, draw_pair, on_common_positions, w
 if TYPE_CHECKING:
     import polars as pl
 
-KEYS = ("layer", "unit", "overlay", "head", "row", "method")
+KEYS = ("layer", "unit", "overlay", "head", "row", "method", matrix.KEY)
 Pairs = list[tuple[Map, Map]]
 """For each stream, the map before and after."""
 
@@ -74,7 +74,7 @@ def _more(specs: Sequence[RunSpec], pairs: Pairs, found: Content) -> None:
         draw_layers(pairs)
     if any(before.stream == "prefix" for before, _ in pairs):
         with blocks.section("Every generated token", "Source and prefix shares of each row of the decoder."):
-            matrix.draw(specs, pairs, found)
+            matrix.draw(specs, found)
 
 
 # --- stored or computed now --------------------------------------------------------------------

@@ -15,6 +15,28 @@ if TYPE_CHECKING:
     import polars as pl
 
 KEYS = ("run",)
+COLUMNS = {
+    "architecture": blocks.column("architecture"),
+    "method": blocks.column("method"),
+    "output row": blocks.column("output row"),
+    "dtype": blocks.column("dtype"),
+    "device": blocks.column("device"),
+    "digest": blocks.column("digest"),
+    "inputs": blocks.column("inputs digest", "inputs"),
+}
+SHARES = {
+    "stream": blocks.column("stream"),
+    "region": blocks.column("region"),
+    "layer": st.column_config.NumberColumn(
+        "up to layer", help=f"{blocks.GLOSSARY['layer']} Without a number: the whole stack, as judged."
+    ),
+    "mean": st.column_config.NumberColumn("mean share", help=blocks.GLOSSARY["share"]),
+    "sd": st.column_config.NumberColumn("SD", help="How far single probes lie from the mean."),
+    "n": st.column_config.NumberColumn("probes"),
+    "n_missing": st.column_config.NumberColumn(
+        "without it", help="Probes in which the region has no position."
+    ),
+}
 LISTED = 500
 """Runs in the list to choose from; a click on a row of the table chooses any."""
 
@@ -76,7 +98,7 @@ def _table(frame: pl.DataFrame) -> None:
         on_select="rerun",
         selection_mode="single-row",
         key="runs",
-        column_config={"time": blocks.TIME},
+        column_config={"time": blocks.TIME, **COLUMNS},
     )
     picked = event["selection"]["rows"]
     if picked and st.session_state.get("run picked") != picked:
@@ -208,5 +230,5 @@ def _used_in(name: str) -> None:
 def _shares(name: str) -> None:
     with blocks.section("Shares of the regions", "Means over the probes of this run alone."):
         frame = data.aggregate(name).drop("run_id")
-        st.dataframe(frame, hide_index=True, height=min(300, 38 + 35 * len(frame)))
+        st.dataframe(frame, hide_index=True, height=min(300, 38 + 35 * len(frame)), column_config=SHARES)
         downloads.table(f"{name}-regions", frame)

@@ -51,18 +51,27 @@ def _figures(comparison: Comparison) -> list[tuple[str, str, str]]:
     for one in comparison.confirmations[:1]:
         word = "confirmed" if one.confirmed else "not confirmed"
         items.append(
-            ("Occlusion", word, f"{blocks.text(one.region)}: logit {quantity('logit', one.difference)}")
+            (
+                blocks.term("occlusion", "Occlusion"),
+                word,
+                f"{blocks.text(one.region)}: {blocks.term('logit')} {quantity('logit', one.difference)}",
+            )
         )
     return items
 
 
 def rules(name: str, verdict: Verdict | None) -> None:
     """Draw every rule of the policy."""
-    with blocks.section("What the policy asked", "Every rule with its value, pass or fail."):
+    with blocks.section("What the policy asked", "Every rule with its value, whether it passed or failed."):
         if verdict is None:
             blocks.note("No policy was judged: give the audit.toml [[gate.rules]] and run `audit gate`.")
             return
         blocks.html("".join(_rule(found) for found in rows.worst_first(verdict.rules)))
+        if any(found.rule.kind == "excess" for found in verdict.rules):
+            blocks.note(
+                f"In the sentences, {blocks.term('p')} and {blocks.term('Holm')} are what a shift is judged "
+                f"by against the {blocks.term('replicate', 'harmless re-trainings')}."
+            )
         downloads.table(f"{name}-rules", frames.rules(verdict.rules))
 
 

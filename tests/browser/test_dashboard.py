@@ -14,6 +14,7 @@ from PIL import Image
 from playwright.sync_api import Page, expect
 
 from audit.store import Store
+from dashboards.theme import DARK, LIGHT
 from tests.browser.conftest import screenshot, serving, settle
 from tests.dashboard_store import Audited
 
@@ -323,3 +324,17 @@ def test_an_audit_that_lands_is_seen_without_a_restart(page: Page, audited: Audi
         assert page.locator(".badge").all_inner_texts() == ["FAIL"]
         visit(page, f"{address}/compare?comparison={name}")
         expect(page.locator(".hero .badge")).to_have_text("FAIL")
+
+
+# --- themes -------------------------------------------------------------------------------------
+
+
+def test_charts_follow_the_systems_theme_at_once(page: Page, dashboard: str, audited: Audited) -> None:
+    visit(page, f"{dashboard}/compare?comparison={audited.text_comparison}")
+    labels = page.locator("[data-testid=stVegaLiteChart]").first.locator(".role-axis-label text").first
+    expect(labels).to_have_attribute("fill", LIGHT.ink)
+    page.emulate_media(color_scheme="dark")
+    expect(labels).to_have_attribute("fill", DARK.ink)
+    page.emulate_media(color_scheme="light")
+    expect(labels).to_have_attribute("fill", LIGHT.ink)
+    assert page.url.endswith(f"comparison={audited.text_comparison}")

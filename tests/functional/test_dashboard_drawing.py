@@ -148,7 +148,7 @@ def test_words_are_saved_as_text_and_hostile_ones_stay_text():
     boxes = [one for one in elements(svg, "rect") if one.get("fill-opacity")]
     assert len(boxes) == 15
     strengths = [float(one.get("fill-opacity") or 0) for one in boxes]
-    assert strengths[6] == pytest.approx(map_svg.STRENGTH)  # after: the second word is the strongest
+    assert strengths[6] == pytest.approx(LIGHT.word)  # after: the second word is the strongest
     assert [one.get("fill") for one in boxes[10:12]] == [LIGHT.down, LIGHT.up]
     assert Image.open(io.BytesIO(downloads.png(svg))).width == 2 * downloads.WIDTH
 

@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 from streamlit.testing.v1 import AppTest
 
+from audit.errors import ProbeError
 from audit.media import load_audio
 from audit.pipeline import capture_both, capture_one, load_run_checkpoint, memory_obstacle, method_on_demand
 from audit.probes import read_probes
 from audit.records import Method, Probe
 from audit.store import Store
 from dashboards import controls, loaded
-from dashboards.views import edits
+from dashboards.content import Content
+from dashboards.views import edits, matrix
 from tests.dashboard_app import fresh, open_page, said
 from tests.dashboard_store import Audited, Kind, build, build_kinds
 
@@ -227,6 +229,57 @@ def test_every_generated_token_has_its_row(kinds: dict[str, Kind]) -> None:
     assert "Each row is one generated token" in said(app)
     rows = {label for one in app.selectbox if one.label == "Output row" for label in one.options}
     assert "generated token 1" in rows
+
+
+def test_generated_tokens_are_paged_and_stand_in_the_address(
+    kinds: dict[str, Kind], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matrix, "SHOWN", 3)
+    kind = kinds["seq2seq"]
+    store = kind.config.parent / "store"
+    address = {"comparison": kind.comparison, "probe": "s-03"}
+    app = open_loaded("probe", store, kind.config, **address, tokens="4")
+    app.toggle(key="matrix on").set_value(True).run()
+    assert "generated token (3 to 5)" in said(app)
+    app.query_params["tokens"] = "nonsense"
+    app.run()
+    assert "generated token (0 to 2)" in said(app)
+    buttons = {one.label: one for one in app.button}
+    assert buttons["Earlier tokens"].disabled
+    buttons["Later tokens"].click().run()
+    assert "generated token (3 to 5)" in said(app)
+    assert app.query_params["tokens"] == "3"
+    assert not {one.label: one for one in app.button}["Earlier tokens"].disabled
+
+
+def test_the_matrix_ends_where_one_of_the_two_ends(
+    kinds: dict[str, Kind], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = kinds["seq2seq"]
+    store = Store(kind.config.parent / "store")
+    run = store.comparison(kind.comparison).before
+    assert run is not None
+    spec = store.spec(run.run_id)
+    probe = next(iter(read_probes(kind.config.parent / "seq2seq.jsonl")))
+    monkeypatch.setattr(matrix, "SHOWN", 3)
+    checkpoint = load_run_checkpoint(spec)
+
+    def capture(specs: object, probe: Probe, method: Method) -> object:
+        if method.row in ("decoder:5", "decoder:6"):
+            raise ProbeError("the checkpoint generates 5 tokens")
+        return (capture_one(checkpoint, spec, probe, method=method),) * 2
+
+    monkeypatch.setattr(loaded, "capture", capture)
+    whole, rest = (matrix.rows_from(first, (spec, spec), probe) for first in (0, 3))
+    assert (len(whole), len(rest)) == (4, 2)  # one more than is drawn tells of a further part
+    cells = [
+        cell for i, pair in enumerate(rest, start=3) for cell in matrix.row_cells(i, *pair, Content(probe))
+    ]
+    assert {cell["row"] for cell in cells} == {3, 4}
+    assert {cell["value"] for cell in cells} == {0.0}
+    prefix = [cell for cell in cells if cell["row"] == 4 and cell["stream"] == "prefix"]
+    assert len(prefix) == 5
+    assert matrix.rows_from(6, (spec, spec), probe) == []
 
 
 def test_rows_name_what_stands_there() -> None:
