@@ -90,7 +90,7 @@ def find_blocks(
         attention and sum.
     """
     modules = dict(model.named_modules())
-    around = {layer.path: _enclosing(layer.path) for layer in plan.layers}
+    around = {layer.path: nearest_block(layer.path) for layer in plan.layers}
     calls: dict[str, AttentionCall] = {}
 
     def keep(call: AttentionCall) -> None:
@@ -110,8 +110,19 @@ def find_blocks(
     }
 
 
-def _enclosing(path: str) -> str:
-    """Return the path of the nearest list item around an attention layer."""
+def nearest_block(path: str) -> str:
+    """Return the path of the nearest list item around an attention layer.
+
+    Raises
+    ------
+    CaptureError
+        When it lies in no list.
+
+    Examples
+    --------
+    >>> nearest_block("encoder.layers.1.self_attn")
+    'encoder.layers.1'
+    """
     parts = path.split(".")
     for cut in range(len(parts) - 1, 0, -1):
         if parts[cut - 1].isdigit():
@@ -180,13 +191,14 @@ def _block(
     if norm is None or own is None:
         raise _unknown(path, modules[path], "no norm takes the sum of residual and attention")
     own = in_order(own, slots, residual)
-    post = same(own, residual)
-    if not post and not any(same(own, traces[p].given) and same(traces[p].taken, residual) for p in norms):
+    # Behind a norm the residual may be what its norm gives: CLIP's first layer, until it is trained.
+    pre = any(same(own, traces[p].given) and same(traces[p].taken, residual) for p in norms)
+    if not pre and not same(own, residual):
         raise _unknown(path, modules[path], "it takes neither the residual nor its norm")
     after = [p for p in norms if p != norm and same(traces[p].given, traces[layer].given)]
-    second = after[0] if post and after else None
+    second = None if pre or not after else after[0]
     factor = None if factor is None else f"{layer}.{factor}"
-    return Block(layer, projection, norm, post, second, scaled[0] if scaled else None, factor)
+    return Block(layer, projection, norm, not pre, second, scaled[0] if scaled else None, factor)
 
 
 def in_order(windows: Tensor, slots: Tensor | None, like: Tensor) -> Tensor:
@@ -237,3 +249,13 @@ def projection_weight(module: nn.Module, heads: int) -> Tensor:
     rows = weight if type(module).__name__ == "Conv1D" else weight.T
     work = torch.promote_types(rows.dtype, torch.float32)
     return rows.detach().to(work).reshape(heads, -1, rows.shape[1])
+
+
+def refuse_hooks(plan: CapturePlan) -> None:
+    """Raise CaptureError for layers whose values cannot be changed, naming the first."""
+    path = next((layer.path for layer in plan.layers if layer.mechanism == "hook"), None)
+    if path is not None:
+        raise CaptureError(
+            f"attention layer {path} is not on the attention interface, so its values cannot be zeroed; use "
+            "alti or norms"
+        )

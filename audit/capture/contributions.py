@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from audit.capture.blocks import Block, first_input, first_output, projection_weight
+from audit.capture.blocks import Block, first_input, first_output, projection_weight, refuse_hooks
 from audit.capture.check import VALUE_TOLERANCE, check_counts, check_rows, check_values
 from audit.capture.engine import BatchFold
 from audit.capture.hooks import counted_calls
@@ -383,12 +383,7 @@ def zeroing_batch(
     CaptureError
         For layers off the attention interface, whose values cannot be changed.
     """
-    if plan.has_hooks:
-        path = next(layer.path for layer in plan.layers if layer.mechanism == "hook")
-        raise CaptureError(
-            f"attention layer {path} is not on the attention interface, so its values cannot be zeroed; use "
-            "alti or norms"
-        )
+    refuse_hooks(plan)
     core = core_model(model)
     run = _Zeroing(core, blocks, fold, verify)
     with exclusive(model, plan.configs), ExitStack() as stack:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from audit.capture.blocks import Block, find_blocks
 from audit.capture.check import same_tensors
 from audit.capture.front import KEYS, Front, check_entry, trace_front
 from audit.capture.inputs import Encoded, core_model, patch_size
 from audit.capture.joined import JoinedFold, fold_joined
 from audit.capture.joined_attribution import JoinedAttribution, attribute_joined
+from audit.capture.joined_contributions import ContributionFold, contribute_joined
+from audit.capture.joined_cross_contributions import CrossedContributions, contribute_crossed
 from audit.capture.joined_gradient import JoinedRelevance, relevance_joined
 from audit.capture.joined_question import JoinedQuestion
 from audit.capture.layers import CapturePlan, plan_capture
@@ -24,11 +27,12 @@ from audit.capture.maps import stream_map, undefined_map
 from audit.capture.mixing import check_mixing
 from audit.capture.origins import latent_count
 from audit.capture.pair_methods import check_joined_settings, check_pair_settings
+from audit.capture.pair_parts import Part
 from audit.capture.passes import active_plan, exclusive, place, run_model
 from audit.capture.pictures import Picture
 from audit.capture.predictions import first_tensor, predictions
 from audit.capture.rows import decide_row, row_weights
-from audit.capture.settings import ATTRIBUTION, GRADIENT, FoldSettings
+from audit.capture.settings import ATTRIBUTION, FLOW, GRADIENT, MEASURED, VALUE_AWARE, FoldSettings
 from audit.capture.targets import require_head
 from audit.capture.windowed import Slots, has_windows, measure_slots
 from audit.errors import CaptureError, ProbeError
@@ -52,6 +56,13 @@ class JoinedSession:
     row: str
     wanted: dict[str, Any]
     plan: CapturePlan
+    blocks: dict[str, Block] = field(default_factory=dict)
+    parts: dict[str, Part] = field(default_factory=dict)
+
+    @property
+    def takes_blocks_apart(self) -> bool:
+        """Return whether the method looks at what each position adds."""
+        return self.fold.method in VALUE_AWARE or self.fold.residual == MEASURED
 
     @property
     def windowed(self) -> bool:
@@ -131,7 +142,7 @@ def verify_joined(session: JoinedSession, window: Sequence[Encoded]) -> None:
     CaptureError
     """
     model, plan = session.checkpoint.model, session.plan
-    if session.fold.method in ATTRIBUTION:  # many passes twice would prove nothing more
+    if session.fold.method in ATTRIBUTION | {FLOW}:  # many passes twice would prove nothing more
         session = replace(session, fold=FoldSettings())
     first, again = _run(session, window[0], verify=True), _run(session, window[0])
     if not (
@@ -172,8 +183,25 @@ def _pass(
     if session.fold.method == GRADIENT:
         relevance = JoinedRelevance(*given, verify=verify, slots=slots)
         return relevance, relevance_joined(session.reader, item, relevance, session.wanted)
+    if KEYS in front.sizes and session.takes_blocks_apart:
+        crossed = CrossedContributions(*given, verify=verify)
+        return crossed, contribute_crossed(session.checkpoint.model, item.tensors, crossed, session.parts)
+    if session.takes_blocks_apart:
+        parts = ContributionFold(*given, verify=verify, slots=slots)
+        blocks = _find_blocks(session, item, slots)
+        return parts, contribute_joined(session.checkpoint.model, item.tensors, parts, blocks)
     fold = JoinedFold(*given, verify=verify, slots=slots)
     return fold, fold_joined(session.checkpoint.model, item.tensors, fold)
+
+
+def _find_blocks(session: JoinedSession, item: Encoded, slots: Slots) -> dict[str, Block]:
+    """Return the block of each layer, found in the first probe; value zeroing needs none."""
+    if not session.blocks and session.fold.method != "value_zeroing":
+        model = session.checkpoint.model
+        with exclusive(model, session.plan.configs):
+            found = find_blocks(core_model(model), session.plan, item.tensors, keep_logits=True, slots=slots)
+        session.blocks.update(found)
+    return session.blocks
 
 
 def _attributed(

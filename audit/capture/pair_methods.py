@@ -9,7 +9,6 @@ from audit.capture.settings import (
     GRADIENT,
     MEASURED,
     ROLLOUT,
-    VALUE_AWARE,
     FoldSettings,
 )
 from audit.errors import ConfigError
@@ -25,7 +24,6 @@ WIRINGS: dict[str, str] = {
 
 _ONE_SUM = "it splits one sum of residual and attention for each layer, and such a layer has several"
 _TREE = "its rules follow the modules of one stack; use input_x_gradient or integrated_gradients"
-_BLOCKS = "it takes the blocks of one stack apart; use gradient_rollout"
 _CONNECTOR = "a connector that merges patches by a convention has no capacity; use rollout"
 _FEATURES = "its image regions come as features, which cannot be removed; use gradient_rollout"
 REFUSED: dict[str, dict[str, str]] = {
@@ -50,7 +48,6 @@ REFUSED: dict[str, dict[str, str]] = {
     },
     "joined": {
         "attention_flow": _CONNECTOR,
-        **dict.fromkeys(sorted(VALUE_AWARE), _BLOCKS),
     },
 }
 """Methods that have no exact meaning on a wiring, with the reason."""
@@ -80,7 +77,7 @@ def check_pair_settings(settings: FoldSettings, wiring: str) -> None:
             f"[method] name = {settings.method!r} is not available for {WIRINGS[wiring]}: {why}"
         )
     by_stack = wiring in ("towers", "joined")
-    parameter = _unmeasured(settings, wiring) if by_stack else _meaningless(settings, wiring)
+    parameter = _unmeasured(settings) if by_stack else _meaningless(settings, wiring)
     if parameter is not None:
         raise ConfigError(f"[method] {parameter[0]} is not available for {WIRINGS[wiring]}: {parameter[1]}")
 
@@ -100,6 +97,11 @@ def check_joined_settings(settings: FoldSettings, plan: CapturePlan) -> None:
             "[method] form is not available for blocks that attend to an image: the product form is defined "
             "for one stack of self-attention; use 'relevance'"
         )
+    if crossed and settings.method in ("globenc", "value_zeroing"):
+        raise ConfigError(
+            f"[method] {asked} is not available for blocks that attend to an image: "
+            f"{REFUSED['encoder-decoder'][settings.method]}"
+        )
     last = {layer.path for layer in plan.layers if layer.stack == plan.stacks[-1]}
     if plan.pieces & last and settings.method == GRADIENT:
         _refuse(asked, "a last stack that attends in pieces", "its row is carried down by whole layers")
@@ -117,11 +119,9 @@ def _refuse(what: str, where: str, why: str) -> None:
     raise ConfigError(f"[method] {what} is not available for {where}: {why}; use rollout with one residual")
 
 
-def _unmeasured(settings: FoldSettings, wiring: str) -> tuple[str, str] | None:
+def _unmeasured(settings: FoldSettings) -> tuple[str, str] | None:
     if settings.residual == MEASURED and settings.method != ROLLOUT:
         return "residual", "'measured' is there for rollout alone; give a number"
-    if settings.residual == MEASURED and wiring == "joined":
-        return "residual", "'measured' is there for rollout of single stacks and pairs; give a number"
     return None
 
 
@@ -142,4 +142,4 @@ def _meaningless(settings: FoldSettings, wiring: str) -> tuple[str, str] | None:
         return "residual", "'measured' is there for rollout on encoder-decoders; give a single number"
     if settings.form == "product":
         return "form", "the product form is defined for one stack of self-attention; use 'relevance'"
-    return _unmeasured(settings, wiring)
+    return _unmeasured(settings)
