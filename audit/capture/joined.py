@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from audit.capture.check import check_rows, check_values
 from audit.capture.engine import BatchFold
-from audit.capture.folds import PerHeadFold
+from audit.capture.folds import FlowFold, PerHeadFold
 from audit.capture.front import KEYS, Depth, Front
 from audit.capture.interface import AttentionCall
-from audit.capture.joined_cross import KeyedFold
+from audit.capture.joined_cross import KeyedFold, check_capacities
 from audit.capture.layers import CapturePlan
 from audit.capture.origins import Origins, latent_count
 from audit.capture.passes import exclusive, run_model, watched
 from audit.capture.scores import Score
-from audit.capture.settings import PER_HEAD, RAW, ROLLOUT, FoldSettings
+from audit.capture.settings import FLOW, PER_HEAD, RAW, ROLLOUT, FoldSettings
 from audit.capture.windowed import Slots, spread_windows
 from audit.errors import CaptureError
 from audit.methods.fusion import fuse_heads
@@ -63,9 +63,11 @@ class JoinedFold:
     def _last(self, stack: str) -> BatchFold | KeyedFold:
         """Return the fold of the stack whose rows are read."""
         if KEYS in self.front.sizes:
+            if self.settings.method == FLOW:
+                check_capacities(self.plan, self.front)
             keys = self.front.sizes[KEYS][0] * self.front.sizes[KEYS][1]
             return KeyedFold(self.plan, self.settings, self.read, keys, verify=self.verify)
-        kind = PerHeadFold if self.settings.method == PER_HEAD else BatchFold
+        kind = {PER_HEAD: PerHeadFold, FLOW: FlowFold}.get(self.settings.method, BatchFold)
         return kind(self.settings, *self._rows(stack))
 
     def _rows(self, stack: str) -> tuple[Tensor, Tensor]:
@@ -100,6 +102,9 @@ class JoinedFold:
                 f"attention layer {call.path} has a learned sink, which is not supported beside an image"
             )
         whole = call.weights if windows is None else spread_windows(call, windows, *self.front.sizes[stack])
+        last = self.folds[self.plan.stacks[-1]]
+        if isinstance(last, KeyedFold) and self.settings.method == FLOW:
+            last.pair.take_encoder(whole.detach())
         fold.fold(whole)
         self._keep(stack, fold)
 
@@ -123,7 +128,7 @@ class JoinedFold:
 
     def origins(self) -> Tensor:
         """Return which image positions each position of the last stack stands for; see :class:`Origins`."""
-        states = None if self.settings.method == RAW else self.states
+        states = None if self.settings.method in (RAW, FLOW) else self.states
         return Origins(self.plan.stacks, self.front, self.read.device, states).matrix()
 
     @property
@@ -145,10 +150,10 @@ class JoinedFold:
 
     def diagnostics(self) -> dict[str, float]:
         """Return numbers that go with the map."""
-        if self.settings.method != PER_HEAD:
+        name = {PER_HEAD: "head_disagreement", FLOW: "saturated"}.get(self.settings.method)
+        if name is None:
             return {}
-        found = self.folds[self.plan.stacks[-1]].diagnostics()["head_disagreement"]
-        return {"head_disagreement": float(found[0])}
+        return {name: float(self.folds[self.plan.stacks[-1]].diagnostics()[name][0])}
 
     @property
     def causal(self) -> bool:

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from audit.capture.check import check_rows, check_values
 from audit.capture.encoder_decoder import CrossFold, cross_fold
+from audit.capture.front import KEYS, Front
 from audit.capture.interface import AttentionCall
 from audit.capture.layers import AttentionLayer, CapturePlan
 from audit.capture.settings import FoldSettings
@@ -116,6 +118,23 @@ class KeyedFold:
     def causal(self) -> Tensor:
         """Return whether no position of the stack attends to a later one: bool (1,)."""
         return self.pair.causal
+
+
+def check_capacities(plan: CapturePlan, front: Front) -> None:
+    """Raise ConfigError where the keys are not what the last layer of one tower gives, patch by patch.
+
+    Elsewhere a convention stands between them (patches merged, several depths), which has no capacity.
+    """
+    tower, sources = plan.stacks[0], front.sources[KEYS]
+    depth = tower, len({layer.block for layer in plan.layers if layer.stack == tower})
+    one_by_one = (
+        len(plan.stacks) == 2 and list(sources) == [depth] and front.sizes[tower] == front.sizes[KEYS]
+    )
+    if not (one_by_one and np.array_equal(sources[depth], np.arange(len(sources[depth])))):
+        raise ConfigError(
+            "[method] name = 'attention_flow' is not available for keys that are made of several patches or "
+            "layers: a convention has no capacity; use rollout"
+        )
 
 
 def crossed_relevance(layers: Sequence[tuple[bool, Tensor]], read: Tensor, keys: int) -> Tensor:

@@ -6,6 +6,7 @@ from audit._method_parameters import PARAMETERS
 from audit.capture.layers import CapturePlan
 from audit.capture.settings import (
     ATTRIBUTION,
+    FLOW,
     GRADIENT,
     MEASURED,
     ROLLOUT,
@@ -24,7 +25,6 @@ WIRINGS: dict[str, str] = {
 
 _ONE_SUM = "it splits one sum of residual and attention for each layer, and such a layer has several"
 _TREE = "its rules follow the modules of one stack; use input_x_gradient or integrated_gradients"
-_CONNECTOR = "a connector that merges patches by a convention has no capacity; use rollout"
 _FEATURES = "its image regions come as features, which cannot be removed; use gradient_rollout"
 REFUSED: dict[str, dict[str, str]] = {
     "single": {},
@@ -46,9 +46,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "value_zeroing": "its layers are not on the attention interface, so their values cannot be zeroed",
         **dict.fromkeys(sorted(ATTRIBUTION), _FEATURES),
     },
-    "joined": {
-        "attention_flow": _CONNECTOR,
-    },
+    "joined": {},
 }
 """Methods that have no exact meaning on a wiring, with the reason."""
 
@@ -92,6 +90,11 @@ def check_joined_settings(settings: FoldSettings, plan: CapturePlan) -> None:
     """
     crossed = any(layer.kind == "cross" for layer in plan.layers)
     asked = f"name = {settings.method!r}"
+    if settings.method == FLOW and len(plan.stacks) > 1 and not crossed:
+        raise ConfigError(
+            f"[method] {asked} is not available for an image that comes through a connector: one that merges "
+            "patches by a convention has no capacity; use rollout"
+        )
     if crossed and settings.form == "product":
         raise ConfigError(
             "[method] form is not available for blocks that attend to an image: the product form is defined "

@@ -7,7 +7,7 @@ from typing import Any
 
 from audit.capture.decoding import with_decoder_steps
 from audit.capture.image_text import ImageTextEncoder
-from audit.capture.inputs import Encoded, core_model, encode_image
+from audit.capture.inputs import Encoded, accepted_arguments, core_model, encode_image
 from audit.capture.prefetch import prefetched
 from audit.capture.region_inputs import check_features, encode_features
 from audit.capture.sound import encode_sound
@@ -73,7 +73,20 @@ def _encoder(checkpoint: Checkpoint, modality: str, settings: CaptureSettings) -
         return lambda probe: encode_features(checkpoint, probe, settings)
     if has_two_towers(checkpoint):
         return lambda probe: _image_with_text(checkpoint, probe, settings)
+    _refuse_three_stacks(checkpoint)
     return ImageTextEncoder(checkpoint, settings).encode
+
+
+def _refuse_three_stacks(checkpoint: Checkpoint) -> None:
+    """Refuse a decoder of answers behind an encoder of questions that attends to the image (BLIP's VQA)."""
+    core = core_model(checkpoint.model)
+    answers = {"input_ids", "decoder_input_ids"} <= accepted_arguments(checkpoint.model)
+    if answers and not getattr(core.config, "is_encoder_decoder", False):
+        raise CaptureError(
+            f"{type(core).__name__} answers by a decoder behind the encoder that reads question and image, "
+            "and gives no logits of its answer; this is not supported, audit its captioner "
+            "(ForConditionalGeneration) or another model that answers"
+        )
 
 
 def has_two_towers(checkpoint: Checkpoint) -> bool:

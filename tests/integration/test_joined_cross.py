@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from audit.capture import capture
 from audit.capture.image_text import ImageTextEncoder
-from audit.errors import ConfigError
+from audit.errors import CaptureError, ConfigError
 from audit.records import CaptureSettings, Checkpoint, Map, Method
 from tests import reference
 from tests.integration.test_capture_image_text import attentions, rolled
 from tests.integration.test_image_text_methods import kept_softmaxes, relevance, weighted
-from tests.integration.tiny_image_text import blip, mllama, question_probes
+from tests.integration.tiny_image_text import blip, mllama, question_probes, vilt
 
 Matrix = NDArray[np.float64]
 Step = tuple[str, Matrix]
@@ -262,3 +264,57 @@ def test_a_closed_gate_lets_no_relevance_through_but_leaves_attention() -> None:
 def test_what_a_decoder_does_not_have_is_refused(method: str, params: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         next(capture(blip(), question_probes(1), method=Method(method, params=params)))
+
+
+# --- flow -------------------------------------------------------------------------------------
+
+
+def test_the_flow_of_a_captioner_runs_through_decoder_and_tower() -> None:
+    """One graph over patches and tokens; the decoder's row is its source."""
+    subject = blip()
+    kept = attentions(subject, inputs(subject))
+    m, n = kept[0].shape[-1], kept[-1].shape[-2]
+    steps = []
+    for kind, layer in zip(("tower",) * 3 + order(blip), kept, strict=True):
+        A, step = layer[0].mean(0).double().numpy(), np.eye(m + n)
+        if kind == "tower":
+            step[:m, :m] = 0.5 * A + 0.5 * np.eye(m)
+        elif kind == "self":
+            step[m:, m:] = 0.5 * A + 0.5 * np.eye(n)
+        else:
+            step[m:] *= 0.5
+            step[m:, :m] = 0.5 * A
+        steps.append(step[None, None])
+    flow = np.array([reference.flow(np.stack(steps), m + n - 1, key, 0.0) for key in range(m + n)])
+    (captured,) = capture(subject, question_probes(1), method=Method("attention_flow"))
+    check(captured.maps, flow[:m] / flow.sum(), flow[m:] / flow.sum())
+    assert 0 < captured.maps[0].diagnostics["saturated"] <= 1
+
+
+def test_a_flow_has_no_capacity_where_layers_are_merged_by_a_convention() -> None:
+    with pytest.raises(ConfigError, match="keys that are made of several patches or layers"):
+        next(capture(gated(), question_probes(1), method=Method("attention_flow")))
+
+
+def test_the_flow_of_one_encoder_is_that_of_its_matrices() -> None:
+    subject = vilt()
+    torch.manual_seed(0)  # ViLT draws the order of its patches
+    kept = [layer.double().numpy() for layer in attentions(subject, inputs(subject))]
+    flow = np.array([reference.flow(np.stack(kept), 0, key, 0.5) for key in range(kept[0].shape[-1])])
+    image, text = next(capture(subject, question_probes(1), method=Method("attention_flow"))).maps
+    words = len(text.weights)
+    np.testing.assert_allclose(text.weights * text.share, flow[:words] / flow.sum(), atol=1e-6)
+    seen = np.sort(image.weights * image.share)
+    np.testing.assert_allclose(seen, np.sort(flow[words:]) / flow.sum(), atol=1e-6)
+
+
+def test_a_decoder_behind_the_encoder_that_sees_the_image_is_refused() -> None:
+    """BLIP for questions gives no logits of its answer."""
+    captioner = blip()
+    model = transformers.BlipForQuestionAnswering._from_config(
+        captioner.model.config, attn_implementation="eager"
+    )
+    with pytest.raises(
+        CaptureError, match=r"BlipForQuestionAnswering answers by a decoder .* audit its captioner"
+    ):
+        next(capture(replace(captioner, model=model.eval()), question_probes(1)))
