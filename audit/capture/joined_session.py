@@ -20,6 +20,7 @@ from audit.capture.joined import JoinedFold, fold_joined
 from audit.capture.joined_attribution import JoinedAttribution, attribute_joined
 from audit.capture.joined_contributions import ContributionFold, contribute_joined
 from audit.capture.joined_cross_contributions import CrossedContributions, contribute_crossed
+from audit.capture.joined_flow import JoinedFlow
 from audit.capture.joined_gradient import JoinedRelevance, relevance_joined
 from audit.capture.joined_question import JoinedQuestion
 from audit.capture.layers import CapturePlan, plan_capture
@@ -190,7 +191,8 @@ def _pass(
         parts = ContributionFold(*given, verify=verify, slots=slots)
         blocks = _find_blocks(session, item, slots)
         return parts, contribute_joined(session.checkpoint.model, item.tensors, parts, blocks)
-    fold = JoinedFold(*given, verify=verify, slots=slots)
+    through = session.fold.method == FLOW and len(session.plan.stacks) > 1 and KEYS not in front.sizes
+    fold = (JoinedFlow if through else JoinedFold)(*given, verify=verify, slots=slots)
     return fold, fold_joined(session.checkpoint.model, item.tensors, fold)
 
 

@@ -6,7 +6,6 @@ from audit._method_parameters import PARAMETERS
 from audit.capture.layers import CapturePlan
 from audit.capture.settings import (
     ATTRIBUTION,
-    FLOW,
     GRADIENT,
     MEASURED,
     ROLLOUT,
@@ -90,11 +89,6 @@ def check_joined_settings(settings: FoldSettings, plan: CapturePlan) -> None:
     """
     crossed = any(layer.kind == "cross" for layer in plan.layers)
     asked = f"name = {settings.method!r}"
-    if settings.method == FLOW and len(plan.stacks) > 1 and not crossed:
-        raise ConfigError(
-            f"[method] {asked} is not available for an image that comes through a connector: one that merges "
-            "patches by a convention has no capacity; use rollout"
-        )
     if crossed and settings.form == "product":
         raise ConfigError(
             "[method] form is not available for blocks that attend to an image: the product form is defined "

@@ -194,33 +194,126 @@ def mixed_layers(attentions: Sequence[Array] | Array, residual: Residual) -> NDA
     return np.stack(mixed)
 
 
-def _row_flows(mixed: NDArray[np.float64], row: int) -> list[float]:
-    """Return the flow of one sample from output `row` to every input; `mixed` is (layer, query, key)."""
-    from scipy.sparse import csr_array
-    from scipy.sparse.csgraph import maximum_flow
+def layered_flow(
+    layers: Sequence[Any], rows: Sequence[int], *, max_seconds: float = MAX_SECONDS
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Return the maximum flow through layers of any sizes, and which inputs sit on its upper bound.
 
-    layer_count, size, _ = mixed.shape
-    scaled = np.rint(mixed * CAPACITY_SCALE).astype(np.int32)
-    layer, query, key = np.nonzero(scaled)
-    edges = _Edges((layer + 1) * size + query, layer * size + key, mixed[layer, query, key])
-    nodes = (layer_count + 1) * size
-    graph = csr_array((scaled[layer, query, key], (edges.tails, edges.heads)), shape=(nodes, nodes))
-    outgoing = scaled[-1, row].sum(dtype=np.int64), mixed[-1, row].sum()
-    incoming = list(zip(scaled[0].sum(0, dtype=np.int64), mixed[0].sum(0), strict=True))
-    source = layer_count * size + row
-    flows = []
-    for sink in range(size):
-        found = maximum_flow(graph, source, sink)
-        # The cut around either end is nearly always the minimum one; the search is for the rest.
-        ends = [real for whole, real in (outgoing, incoming[sink]) if whole == found.flow_value]
-        flows.append(float(min(ends)) if ends else _cut_capacity(graph - found.flow, edges, source))
-    return flows
+    What :func:`attention_flow` is where the layers have different positions, as where one model's output
+    becomes a part of another one's input.
+
+    Parameters
+    ----------
+    layers : sequence of (query, key), dense or sparse, float64
+        Capacities, the lowest layer first; the keys of each are the queries of the one below it.
+    rows : sequence of int
+        Queries of the last layer.
+    max_seconds : float
+        Refuse when the estimated cost on one core is above this.
+
+    Returns
+    -------
+    flow : (row, key of the lowest layer)
+        Raw values: at least the product of the layers, at most min(1, Σ_k) of the input's column in the
+        lowest layer that does not just pass it on.
+    saturated : bool (row, key)
+        Which sit on that bound.
+
+    Raises
+    ------
+    ValueError
+        When the cost is above `max_seconds`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> lowest, highest = np.array([[1.0, 0.0, 0.0], [0.0, 0.5, 0.5]]), np.array([[0.25, 0.75]])
+    >>> flow, saturated = layered_flow([lowest, highest], [0])
+    >>> flow.tolist(), saturated.tolist()
+    ([[0.25, 0.5, 0.5]], [[False, True, True]])
+    """
+    graph = _Graph.of(layers)
+    _check_cost(len(rows) * graph.inputs, len(graph.edges.capacities), max_seconds)
+    flow = np.array([graph.flows(row) for row in rows], dtype=np.float64)
+    return flow, flow >= np.minimum(_bounds(layers), 1.0) - 1e-6
+
+
+def _bounds(layers: Sequence[Any]) -> NDArray[np.float64]:
+    """Return the capacity into each input of the lowest layer, seen above layers that only pass it on."""
+    from scipy.sparse import coo_array
+
+    bound, here = np.zeros(layers[0].shape[1]), np.arange(layers[0].shape[1])
+    inputs = here.copy()
+    for layer in layers:
+        part = coo_array(layer)
+        rows, columns = part.coords
+        incoming, sources = np.zeros(layer.shape[1]), np.zeros(layer.shape[1], dtype=np.int64)
+        np.add.at(incoming, columns, part.data)
+        sources[columns] = rows
+        alone = np.bincount(columns, minlength=layer.shape[1]) == 1
+        passed = alone & (incoming == 1) & (np.bincount(rows, minlength=layer.shape[0])[sources] == 1)
+        bound[inputs] = incoming[here]
+        inputs, here = inputs[passed[here]], sources[here[passed[here]]]
+    return bound
 
 
 class _Edges(NamedTuple):
     tails: NDArray[Any]
     heads: NDArray[Any]
     capacities: NDArray[np.float64]
+
+
+class _Graph(NamedTuple):
+    """Nodes of all layers, those of the lowest first, and the edges between them, also as whole numbers."""
+
+    edges: _Edges
+    scaled: Any
+    start: int
+    outputs: int
+    inputs: int
+    incoming: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, layers: Sequence[Any]) -> _Graph:
+        from scipy.sparse import coo_array, csr_array
+
+        sizes = [layers[0].shape[1], *(layer.shape[0] for layer in layers)]
+        starts = np.concatenate([[0], np.cumsum(sizes)])
+        parts = [coo_array(layer) for layer in layers]
+        edges = _Edges(
+            np.concatenate([part.coords[0] + starts[i + 1] for i, part in enumerate(parts)]),
+            np.concatenate([part.coords[1] + starts[i] for i, part in enumerate(parts)]),
+            np.concatenate([part.data for part in parts]),
+        )
+        whole = np.rint(edges.capacities * CAPACITY_SCALE).astype(np.int32)
+        kept = whole > 0
+        edges = _Edges(edges.tails[kept], edges.heads[kept], edges.capacities[kept])
+        shape = (int(starts[-1]), int(starts[-1]))
+        scaled = csr_array((whole[kept], (edges.tails, edges.heads)), shape=shape)
+        incoming = np.asarray(parts[0].sum(axis=0), dtype=np.float64).ravel()
+        return cls(edges, scaled, int(starts[-2]), sizes[-1], sizes[0], incoming)
+
+    def flows(self, row: int) -> list[float]:
+        """Return the flow from output `row` to every input."""
+        from scipy.sparse.csgraph import maximum_flow
+
+        source = self.start + row
+        own = self.edges.tails == source
+        scaled, incoming = np.asarray(self.scaled.sum(axis=0)).ravel(), self.incoming
+        outgoing = int(self.scaled[[source]].sum()), float(self.edges.capacities[own].sum())
+        found = []
+        for sink in range(self.inputs):
+            best = maximum_flow(self.scaled, source, sink)
+            # The cut around either end is nearly always the minimum one; the search is for the rest.
+            ends = (outgoing, (int(scaled[sink]), float(incoming[sink])))
+            known = [real for whole, real in ends if whole == best.flow_value]
+            found.append(min(known) if known else _cut_capacity(self.scaled - best.flow, self.edges, source))
+        return found
+
+
+def _row_flows(mixed: NDArray[np.float64], row: int) -> list[float]:
+    """Return the flow of one sample from output `row` to every input; `mixed` is (layer, query, key)."""
+    return _Graph.of(list(mixed)).flows(row)
 
 
 def _cut_capacity(open_edges: Any, edges: _Edges, source: int) -> float:

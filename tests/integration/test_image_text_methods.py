@@ -442,9 +442,7 @@ def test_gradients_of_inputs_are_those_of_pixels_and_embedded_tokens(
 @pytest.mark.parametrize(
     ("make", "method", "params", "named"),
     [
-        (llava, "alti", {}, "name = 'alti' is not available for an image with text"),
         (llava, "rollout", {"residual": [0.5] * 5}, "residual is not available for an image that comes"),
-        (llava, "rollout", {"residual": "measured"}, "residual is not available for an image with text"),
         (llava, "per_head_rollout", {"same_head": True}, "same_head is not available"),
     ],
 )

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from audit.methods import attention_flow, attention_rollout
-from audit.methods.flow import flow_bound, normalized_flow, saturated_share
+from audit.methods.flow import flow_bound, layered_flow, normalized_flow, saturated_share
 from tests import reference
 
 FAST = settings(max_examples=25, deadline=None, derandomize=True)
@@ -139,3 +139,13 @@ def test_flow_refuses_work_that_takes_hours_and_names_the_cost():
 def test_flow_refuses_wrong_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call(reference.random_attention(6, 2, 1, 1, 4))
+
+
+def test_layers_that_only_pass_an_input_on_change_neither_flow_nor_bound():
+    lower, upper = np.array([[0.6, 0.4], [1.0, 0.0]]), np.array([[0.3, 0.7]])
+    flow, saturated = layered_flow([lower, upper], [0])
+    wide = np.eye(3)[:2]  # one more input, which nothing draws on
+    again, on_bound = layered_flow([np.eye(3), wide, lower, upper], [0])
+    np.testing.assert_allclose(again, np.pad(flow, ((0, 0), (0, 1))), atol=1e-12)
+    assert saturated.tolist() == [[True, False]]
+    assert on_bound.tolist() == [[True, False, True]]
