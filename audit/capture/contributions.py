@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -11,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from audit.capture.blocks import Block, first_input, first_output, projection_weight, refuse_hooks
-from audit.capture.check import VALUE_TOLERANCE, check_counts, check_rows, check_values
+from audit.capture.blocks import Block, first_input, first_output, projection_weight
+from audit.capture.check import VALUE_TOLERANCE, check_rows, check_values
 from audit.capture.engine import BatchFold
-from audit.capture.hooks import counted_calls
 from audit.capture.inputs import core_model
-from audit.capture.interface import AttentionCall, KernelCall, Replacing, interface_capture
+from audit.capture.interface import AttentionCall, KernelCall
 from audit.capture.layers import CapturePlan, expected_calls
 from audit.capture.passes import exclusive, run_model, watched
 from audit.capture.settings import MEASURED, FoldSettings
@@ -29,7 +27,6 @@ from audit.methods.value_aware import (
     linearized_layer_norm,
     norm_contributions,
     transformed_vectors,
-    value_zeroing_distances,
 )
 
 BLOCK_ENTRIES = 2**23
@@ -41,7 +38,7 @@ class LayerParts:
     """What is known of the layer that is running: its input, attention, and what its norms take and give."""
 
     hidden: Tensor
-    call: AttentionCall | None = None
+    call: AttentionCall | KernelCall | None = None
     added: Tensor | None = None
     summed: Tensor | None = None
     normed: Tensor | None = None
@@ -62,6 +59,11 @@ class LayerParts:
         return measured_residual(self.hidden, self.added)
 
 
+def heads_of(call: AttentionCall | KernelCall) -> int:
+    """Return the number of heads that attend."""
+    return (call.weights if isinstance(call, AttentionCall) else call.query).shape[1]
+
+
 class LayerWatch:
     """Collects one layer's pieces and hands them to :meth:`take` when it ends; holds one layer at a time."""
 
@@ -75,11 +77,11 @@ class LayerWatch:
         self.settings, self.verify = settings, verify
         self.current: LayerParts | None = None
 
-    def take(self, found: LayerParts, call: AttentionCall, block: Block) -> None:
-        """Take a layer that has ended."""
+    def take(self, found: LayerParts, call: Any, block: Block) -> None:
+        """Take a layer that has ended, with its call as it was noted."""
         raise NotImplementedError
 
-    def note(self, call: AttentionCall) -> None:
+    def note(self, call: AttentionCall | KernelCall) -> None:
         """Note the attention of the layer that is running."""
         if self.current is not None:
             self.current.call = call
@@ -135,20 +137,24 @@ class LayerWatch:
         valid : bool Tensor (batch, query)
             Which queries are no pads. Where there are more keys, the queries are the last of them.
         """
-        keys = call.weights.shape[-1] - call.sink
-        batch, length = valid.shape
-        dim = projection_weight(self.modules[block.projection], call.weights.shape[1]).shape[-1]
-        size = max(1, min(length, BLOCK_ENTRIES // (batch * keys * dim)))
+        rows = self.blocks_of(call, valid, call.weights.shape[-1] - call.sink)
         parts = [
-            self._rows(found, call, block, slice(start, min(start + size, length)), valid)
-            for start in range(0, length, size)
+            self.rows_split(found, replace(call, weights=call.weights[:, :, one]), block, one, valid)
+            for one in rows
         ]
         return torch.cat(parts, dim=1)
 
-    def _rows(
+    def blocks_of(self, call: AttentionCall | KernelCall, valid: Tensor, keys: int) -> list[slice]:
+        """Return the blocks of queries in which a layer is split, so that their vectors fit into memory."""
+        (batch, length), heads = valid.shape, heads_of(call)
+        dim = projection_weight(self.modules[self.blocks[call.path].projection], heads).shape[-1]
+        size = max(1, min(length, BLOCK_ENTRIES // (batch * keys * dim)))
+        return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+    def rows_split(
         self, found: LayerParts, call: AttentionCall, block: Block, rows: slice, valid: Tensor
     ) -> Tensor:
-        """Return the contributions to a block of queries."""
+        """Return the contributions to a block of queries; `call` has the weights of these alone."""
         vectors, constant, output = self._vectors(found, call, block, rows, valid.shape[1])
         if self.verify:
             _check_sum(call, vectors.sum(2) + constant, output, valid[:, rows])
@@ -173,7 +179,7 @@ class LayerWatch:
         heads, length = call.weights.shape[1], call.value.shape[2]
         weight, constant = self._projected(block, heads)
         vectors = transformed_vectors(
-            call.weights[:, :, rows, :length].to(weight.dtype),
+            call.weights[..., :length].to(weight.dtype),
             call.value.to(weight.dtype).repeat_interleave(heads // call.value.shape[1], dim=1),
             weight,
             found.hidden[:, rows].to(weight.dtype),
@@ -294,102 +300,3 @@ def contribution_batch(
     expected = None if getattr(plan, "narrowed", False) else expected_calls(core)
     with exclusive(model, plan.configs), watch.hooks(), watched(plan, watch.receive, expected):
         return run_model(model, tensors, attentions=plan.has_hooks, keep_logits=keep_logits)
-
-
-# --- value zeroing ----------------------------------------------------------------------------
-
-
-class _Zeroing:
-    """Runs every layer again without the value of one position, for each position."""
-
-    def __init__(self, model: nn.Module, blocks: Mapping[str, Block], fold: BatchFold, verify: bool) -> None:
-        self.modules, self.blocks, self.fold = dict(model.named_modules()), blocks, fold
-        self.verify = verify
-        self.zeroed: int | None = None
-        self.seen = Counter[str]()
-        self.again = False
-
-    def attend(self, call: KernelCall) -> tuple[Tensor, Tensor | None]:
-        self.seen[call.path] += 1
-        if self.again:
-            value = call.value.clone()
-            value[:, :, self.zeroed] = 0
-            return replace(call, value=value).run()
-        output, weights = call.run()
-        seen = call.weights() if weights is None else weights
-        if call.options.get("s_aux") is None:  # with a sink the rows sum to less
-            watched_call = AttentionCall(call.path, seen, output, call.value)
-            check_rows(watched_call, self.fold.valid)
-            if self.verify:
-                check_values(watched_call, self.fold.valid)
-        self.fold.note_causal(seen[..., : call.key.shape[-2]])
-        return output, weights
-
-    @contextmanager
-    def hooks(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for path in dict.fromkeys(block.layer for block in self.blocks.values()):
-                layer = self.modules[path]
-                stack.callback(layer.register_forward_hook(own_thread(self._end), with_kwargs=True).remove)
-            yield
-
-    def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        whole = first_output(output)
-        if whole is None:
-            raise CaptureError(f"{type(module).__name__} returns no hidden states; use the method rollout")
-        batch, length, dim = whole.shape
-        size = max(1, BLOCK_ENTRIES // (batch * length * dim))
-        distances = [
-            value_zeroing_distances(
-                whole, self._without(module, args, kwargs, range(length)[start : start + size])
-            )
-            for start in range(0, length, size)
-        ]
-        matrix = torch.cat(distances, dim=-1)
-        matrix = matrix / matrix.sum(-1, keepdim=True).clamp_min(torch.finfo(matrix.dtype).tiny)
-        matrix, empty = identity_where_empty(torch.where(self.fold.valid[:, :, None], matrix, 0.0))
-        self.fold.empty_rows += empty - (~self.fold.valid).sum(dim=1)
-        self.fold.push(matrix)
-
-    def _without(self, module: nn.Module, args: Any, kwargs: Any, keys: range) -> Tensor:
-        """Return the layer's output without the value of each key: (batch, query, key, dim)."""
-        found = []
-        self.again = True
-        try:
-            for key in keys:
-                self.zeroed = key
-                output = first_output(module.forward(*args, **kwargs))
-                if output is not None:
-                    found.append(output)
-        finally:
-            self.again = False
-        return torch.stack(found, dim=2)
-
-
-def zeroing_batch(
-    model: nn.Module,
-    plan: CapturePlan,
-    blocks: Mapping[str, Block],
-    tensors: Mapping[str, Tensor],
-    fold: BatchFold,
-    *,
-    verify: bool = False,
-    keep_logits: bool = False,
-) -> Any:
-    """Run one batch, and every layer of it once more for each position; see :func:`contribution_batch`.
-
-    Raises
-    ------
-    CaptureError
-        For layers off the attention interface, whose values cannot be changed.
-    """
-    refuse_hooks(plan)
-    core = core_model(model)
-    run = _Zeroing(core, blocks, fold, verify)
-    with exclusive(model, plan.configs), ExitStack() as stack:
-        called = stack.enter_context(counted_calls(plan.modules()))
-        stack.enter_context(interface_capture(plan.modules(), plan.configs, Replacing(run.attend)))
-        stack.enter_context(run.hooks())
-        outputs = run_model(model, tensors, keep_logits=keep_logits)
-    check_counts(plan, called, run.seen, None)
-    return outputs

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from audit.capture.attribution import AttributionFold, Question, attribute
+from audit.capture.batches import beginning
 from audit.capture.blocks import Block, find_blocks
-from audit.capture.contributions import contribution_batch, zeroing_batch
+from audit.capture.contributions import contribution_batch
 from audit.capture.engine import BatchFold
 from audit.capture.folds import FlowFold, PerHeadFold
 from audit.capture.gradient import GradientFold, gradient_batch
@@ -30,7 +31,9 @@ from audit.capture.settings import (
     VALUE_AWARE,
     FoldSettings,
 )
+from audit.capture.split_rows import SplitRowFold, split_row_batch, split_rows_suffice
 from audit.capture.targets import resolve_targets
+from audit.capture.zeroing import zeroing_batch
 from audit.records import Checkpoint
 
 Fold = BatchFold | GradientFold | AttributionFold
@@ -107,23 +110,25 @@ class Engine:
             by_rows = RowFold(self.settings, read, valid)
             return by_rows, row_fold_batch(model, self.plan, tensors, by_rows, verify=verify, **options)
         fold = (weight_fold(self.settings) or BatchFold)(self.settings, read, valid)
+        if split_rows_suffice(self.settings, self.plan, read.shape[1]):
+            split, blocks = SplitRowFold(self.settings, read, valid), self._find_blocks(batch[0])
+            return split, split_row_batch(model, self.plan, blocks, tensors, split, verify=verify, **options)
         if method == "value_zeroing":
-            blocks = self._find_blocks(tensors)
+            blocks = self._find_blocks(batch[0])
             return fold, zeroing_batch(model, self.plan, blocks, tensors, fold, verify=verify, **options)
         if method in VALUE_AWARE or self.settings.residual == MEASURED:
-            blocks = self._find_blocks(tensors)
+            blocks = self._find_blocks(batch[0])
             outputs = contribution_batch(model, self.plan, blocks, tensors, fold, verify=verify, **options)
             return fold, outputs
         outputs = fold_batch(model, self.plan, tensors, fold, verify=verify, scratch=self._scratch, **options)
         return fold, outputs
 
-    def _find_blocks(self, tensors: Mapping[str, Tensor]) -> dict[str, Block]:
-        """Return the block of each layer, found in the first batch."""
+    def _find_blocks(self, item: Encoded) -> dict[str, Block]:
+        """Return the block of each layer, found on the beginning of the first probe."""
         if not self._blocks:
-            core = core_model(self.checkpoint.model)
-            first = {name: tensor[:1] for name, tensor in tensors.items()}
+            core, (tensors, _) = core_model(self.checkpoint.model), beginning(item)
             with exclusive(self.checkpoint.model, self.plan.configs):
-                self._blocks.update(find_blocks(core, self.plan, first, keep_logits=self.keep_logits))
+                self._blocks.update(find_blocks(core, self.plan, tensors, keep_logits=self.keep_logits))
         return self._blocks
 
     def _attribution(

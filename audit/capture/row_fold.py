@@ -64,11 +64,15 @@ class RowFold(BatchFold):
             call = calls.pop()
             self.causal &= sees_no_future(call)
             rows = torch.cat([rows, widened(start, rows)], dim=1)
-            rows = step_down(call, rows, self.valid, self.settings, layer)
+            rows = self.step(call, rows, layer)
         calls.clear()
         self.sink = rows.shape[2] > start.shape[2]
         self._ends = rows[:, :COLLAPSE_ROWS]
         self.rows = [widened(start, rows)[:, 0]] * below + [*rows[:, COLLAPSE_ROWS:].unbind(dim=1)][::-1]
+
+    def step(self, call: KernelCall, rows: Tensor, layer: int) -> Tensor:
+        """Return r·Ã_l for each row r: (batch, row, key)."""
+        return step_down(call, rows, self.valid, self.settings, layer)
 
     def _spread(self) -> Tensor:
         """Return rows of the identity, evenly spread over each probe's valid positions."""
