@@ -16,12 +16,16 @@ from audit.store import Store
 from tests import tiny_audits as tiny
 from tests.integration import tiny_image_text
 
-METHODS = {
-    "rollout": "start_layer = 1",
-    "raw_attention": "layer = 0",
-    "per_head_rollout": "head = 1",
-    "gradient_rollout": "",
-}
+METHODS = (
+    ("rollout", "start_layer = 1"),
+    ("rollout", 'residual = "measured"'),
+    ("raw_attention", "layer = 0"),
+    ("per_head_rollout", "head = 1"),
+    ("gradient_rollout", ""),
+    ("attention_flow", ""),
+    ("norms", ""),
+    ("alti", ""),
+)
 ATTRIBUTED = {
     "shap": "samples = 2",
     "lime": "samples = 8",
@@ -55,11 +59,11 @@ def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved(tmp_path_factory.mktemp("llava"), tiny_image_text.llava)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(("name", "parameter"), METHODS)
 def test_a_captioner_is_audited_by_its_cross_attention(
-    audit: Any, blip: Path, tmp_path: Path, name: str
+    audit: Any, blip: Path, tmp_path: Path, name: str, parameter: str
 ) -> None:
-    check_audited(audit, blip, tmp_path, f'name = "{name}"\n{METHODS[name]}', "good")
+    check_audited(audit, blip, tmp_path, f'name = "{name}"\n{parameter}', "good")
 
 
 @pytest.mark.parametrize("name", ATTRIBUTED)
