@@ -66,7 +66,7 @@ def encode_sound(checkpoint: Checkpoint, probe: Probe) -> Encoded:
     if hasattr(config, "frequency_stride") and hasattr(config, "time_stride"):
         _refuse_long(probe, seconds, config.max_length * HOP)
         positions, cells = _spectrogram_patches(config, seconds), _patch_cells(config, processor)
-    elif hasattr(config, "max_source_positions") and "input_features" in features:
+    elif hasattr(config, "max_source_positions") and hasattr(processor, "hop_length"):
         steps = features["input_features"].shape[-1]
         _refuse_long(probe, seconds, steps * processor.hop_length / processor.sampling_rate)
         positions = _padded_frames(config, processor, steps, seconds)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -19,9 +20,10 @@ from audit.capture.occlusion import occluded
 from audit.capture.question import Question, differentiable
 from audit.capture.scores import Score
 from audit.capture.sound import encode_sound
-from audit.errors import ConfigError
+from audit.errors import CaptureError
 from audit.records import Checkpoint, Method, Probe, Region
 from audit.regions import region_weights
+from tests.integration.tiny_models import build, checkpoint
 from tests.integration.tiny_sound import (
     RATE,
     SOUND_FAMILIES,
@@ -257,10 +259,15 @@ def test_attributions_of_whisper_explain_a_token_by_what_was_heard(name: str) ->
         assert source.diagnostics.get("completeness_error", 0) < 0.05
 
 
-@pytest.mark.parametrize("name", ["grad_cam", "lrp"])
-def test_what_has_no_rule_in_an_encoder_decoder_is_refused_by_name(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"'{name}' is not available for an encoder-decoder: its rules"):
-        list(capture(whisper(), sound_probes("whisper", 1), method=Method(name, "decoder:1"), target="film"))
+def test_frames_that_have_no_place_in_seconds_are_refused_by_the_model() -> None:
+    sizes = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
+             "decoder_attention_heads": 4, "encoder_ffn_dim": 37, "decoder_ffn_dim": 37, "vocab_size": 40,
+             "input_feat_per_channel": 20, "conv_channels": 32, "bos_token_id": 3, "eos_token_id": 3,
+             "pad_token_id": 0, "decoder_start_token_id": 5}  # fmt: skip
+    model = build("Speech2TextForConditionalGeneration", **sizes)
+    extractor = transformers.Speech2TextFeatureExtractor(feature_size=20, num_mel_bins=20)
+    with pytest.raises(CaptureError, match=r"Speech2Text.*: its frames cannot be placed"):
+        encode_sound(checkpoint(model, extractor), sound_probes("whisper", 1)[0])
 
 
 # --- batches and regions ----------------------------------------------------------------------
