@@ -19,14 +19,13 @@ from audit.capture.layers import CapturePlan, expected_calls
 from audit.capture.passes import exclusive, run_model, watched
 from audit.capture.settings import MEASURED, FoldSettings
 from audit.capture.threads import own_thread
+from audit.capture.written import Written
 from audit.errors import CaptureError
 from audit.methods.rollout import measured_residual
 from audit.methods.value_aware import (
     alti_contributions,
     identity_where_empty,
-    linearized_layer_norm,
     norm_contributions,
-    transformed_vectors,
 )
 
 BLOCK_ENTRIES = 2**23
@@ -43,6 +42,7 @@ class LayerParts:
     summed: Tensor | None = None
     normed: Tensor | None = None
     second: Tensor | None = None
+    written: Written | None = None
 
     def arranged(self, arrange: Callable[[Tensor], Tensor]) -> LayerParts:
         """Return the same with every tensor of the layer passed through `arrange`."""
@@ -57,6 +57,20 @@ class LayerParts:
         if self.added is None:
             raise CaptureError("a layer ended without attention; use the method rollout")
         return measured_residual(self.hidden, self.added)
+
+
+def blocks_of(made: Written) -> Iterator[slice]:
+    """Yield blocks of queries whose vectors fit into memory."""
+    batch, _, keys, width = made.heads.shape
+    size, length = max(1, BLOCK_ENTRIES // (batch * keys * width)), made.own.shape[1]
+    for start in range(0, length, size):
+        yield slice(start, min(start + size, length))
+
+
+def _values(call: AttentionCall | KernelCall, dtype: torch.dtype) -> Tensor:
+    """Return the values, those of grouped heads repeated: (batch, head, key, dim)."""
+    value: Tensor = call.value  # type: ignore[assignment]
+    return value.to(dtype).repeat_interleave(heads_of(call) // value.shape[1], dim=1)
 
 
 def heads_of(call: AttentionCall | KernelCall) -> int:
@@ -137,62 +151,70 @@ class LayerWatch:
         valid : bool Tensor (batch, query)
             Which queries are no pads. Where there are more keys, the queries are the last of them.
         """
-        rows = self.blocks_of(call, valid, call.weights.shape[-1] - call.sink)
+        found.written = self.written(found, call, block)
         parts = [
-            self.rows_split(found, replace(call, weights=call.weights[:, :, one]), block, one, valid)
-            for one in rows
+            self.rows_split(found, replace(call, weights=call.weights[:, :, rows]), block, rows, valid)
+            for rows in blocks_of(found.written)
         ]
         return torch.cat(parts, dim=1)
 
-    def blocks_of(self, call: AttentionCall | KernelCall, valid: Tensor, keys: int) -> list[slice]:
-        """Return the blocks of queries in which a layer is split, so that their vectors fit into memory."""
-        (batch, length), heads = valid.shape, heads_of(call)
-        dim = projection_weight(self.modules[self.blocks[call.path].projection], heads).shape[-1]
-        size = max(1, min(length, BLOCK_ENTRIES // (batch * keys * dim)))
-        return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+    def written(self, found: LayerParts, call: AttentionCall | KernelCall, block: Block) -> Written:
+        """Return what is written of each position, up to the norm behind which vectors are measured.
+
+        Raises
+        ------
+        CaptureError
+            For a layer that a norm of another kind follows.
+        """
+        if call.value is None or found.summed is None or found.normed is None:
+            raise CaptureError(f"attention layer {call.path}: a part of its block did not run")
+        weight, _ = self._projected(block, heads_of(call))
+        value = _values(call, weight.dtype)
+        made = Written.of(value, weight, found.hidden.to(weight.dtype))
+        if block.post:
+            made = made.through(_layer_norm(self.modules[block.norm], call.path).weight)
+        if self.settings.method == "globenc":
+            if block.second is None:
+                raise CaptureError(
+                    f"attention layer {call.path}: no layer norm follows its feed-forward block, so globenc "
+                    "would be norms; use the method norms"
+                )
+            made = made.through(_layer_norm(self.modules[block.second], call.path).weight)
+        return made if self.settings.method == "alti" else made.short()
 
     def rows_split(
         self, found: LayerParts, call: AttentionCall, block: Block, rows: slice, valid: Tensor
     ) -> Tensor:
         """Return the contributions to a block of queries; `call` has the weights of these alone."""
-        vectors, constant, output = self._vectors(found, call, block, rows, valid.shape[1])
-        if self.verify:
-            _check_sum(call, vectors.sum(2) + constant, output, valid[:, rows])
-        if self.settings.method == "alti":
-            return alti_contributions(vectors, output.to(vectors.dtype))
-        if self.settings.method == "globenc":
-            if block.second is None or found.second is None:
-                raise CaptureError(
-                    f"attention layer {call.path}: no layer norm follows its feed-forward block, so globenc "
-                    "would be norms; use the method norms"
-                )
-            norm = _layer_norm(self.modules[block.second], call.path)
-            vectors = linearized_layer_norm(vectors, norm.weight, _deviation(norm, found.second[:, rows]))
-        return norm_contributions(vectors)
-
-    def _vectors(
-        self, found: LayerParts, call: AttentionCall, block: Block, rows: slice, queries: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the vectors of a block of queries, what no key adds, and what they sum to."""
-        if call.value is None or found.summed is None or found.normed is None:
+        made, summed, normed = found.written, found.summed, found.normed
+        if made is None or call.value is None or summed is None or normed is None:
             raise CaptureError(f"attention layer {call.path}: a part of its block did not run")
-        heads, length = call.weights.shape[1], call.value.shape[2]
-        weight, constant = self._projected(block, heads)
-        vectors = transformed_vectors(
-            call.weights[..., :length].to(weight.dtype),
-            call.value.to(weight.dtype).repeat_interleave(heads // call.value.shape[1], dim=1),
-            weight,
-            found.hidden[:, rows].to(weight.dtype),
-            query_offset=rows.start + length - queries,
-        )
-        if not block.post:
-            return vectors, constant, found.summed[:, rows]
-        norm = _layer_norm(self.modules[block.norm], call.path)
-        deviation = _deviation(norm, found.summed[:, rows])
-        free = constant.expand(vectors.shape[0], vectors.shape[1], 1, -1)
-        free = linearized_layer_norm(free, norm.weight, deviation)[:, :, 0]
-        vectors = linearized_layer_norm(vectors, norm.weight, deviation)
-        return vectors, free if norm.bias is None else free + norm.bias, found.normed[:, rows]
+        weights = call.weights[..., : call.value.shape[2]].to(made.heads.dtype)
+        if self.verify:
+            self._check_rows(found, replace(call, weights=weights), block, rows, valid)
+        vectors = made.vectors(weights, rows)
+        if self.settings.method != "alti":
+            return norm_contributions(vectors)
+        if block.post:
+            norm = _layer_norm(self.modules[block.norm], call.path)
+            vectors = vectors / _deviation(norm, summed[:, rows])[..., None, None]
+        output = normed if block.post else summed
+        return alti_contributions(vectors, output[:, rows].to(vectors.dtype))
+
+    def _check_rows(
+        self, found: LayerParts, call: AttentionCall, block: Block, rows: slice, valid: Tensor
+    ) -> None:
+        """Check that attention, residual and bias add up to what the norm takes, and give what it gives."""
+        weight, constant = self._projected(block, heads_of(call))
+        attended = call.weights @ _values(call, weight.dtype)
+        total = torch.einsum("bhqd,hdm->bqm", attended, weight) + constant
+        total = total + found.hidden[:, rows].to(weight.dtype)
+        _check_sum(call, total, found.summed[:, rows], valid[:, rows])  # type: ignore[index]
+        if block.post:
+            norm = _layer_norm(self.modules[block.norm], call.path)
+            scaled = (total - total.mean(-1, keepdim=True)) / _deviation(norm, total)[..., None]
+            again = norm.weight * scaled if norm.bias is None else norm.weight * scaled + norm.bias
+            _check_sum(call, again, found.normed[:, rows], valid[:, rows])  # type: ignore[index]
 
     def _projected(self, block: Block, heads: int) -> tuple[Tensor, Tensor]:
         """Return the output projection by heads and its bias, with the learned factor that follows it."""

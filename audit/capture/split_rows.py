@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from audit.capture.blocks import Block
-from audit.capture.contributions import LayerParts, LayerWatch
+from audit.capture.contributions import LayerParts, LayerWatch, blocks_of
 from audit.capture.inputs import core_model
 from audit.capture.interface import AttentionCall, KernelCall
 from audit.capture.layers import CapturePlan
@@ -77,10 +77,13 @@ class SplitRowFold(RowFold):
         return self._split(laid_out(call), rows, kept)
 
     def _split(self, call: KernelCall, rows: Tensor, kept: _Layer) -> Tensor:
-        found, scratch = torch.zeros_like(rows), Scratch()
-        for one in self.watch.blocks_of(call, self.valid, rows.shape[2]):
+        found, parts, scratch = torch.zeros_like(rows), kept.parts, Scratch()
+        if parts is None:
+            raise CaptureError(f"attention layer {call.path}: nothing was kept of it")
+        parts.written = self.watch.written(parts, call, kept.block)
+        for one in blocks_of(parts.written):
             given = AttentionCall(call.path, block_weights(call, one, scratch), call.value, call.value)
-            matrix = self.watch.rows_split(kept.parts, given, kept.block, one, self.valid)  # type: ignore[arg-type]
+            matrix = self.watch.rows_split(parts, given, kept.block, one, self.valid)
             matrix, empty = identity_where_empty(matrix * self.valid[:, one, None], query_offset=one.start)
             self.empty_rows += empty - (~self.valid[:, one]).sum(dim=1)
             found += rows[:, :, one] @ matrix.to(rows.dtype)

@@ -98,12 +98,18 @@ def test_bert_base_at_8192_positions():
     measure(f"BERT-base, {LAYERS} layers, n = 8,192, batch 1", one, engines, 1)
 
 
-def test_growth_with_positions():
-    sizes = (1024, 2048, 4096, 8192)
-    found: dict[str, list[tuple[float, float]]] = {"plain": [], "regions": [], "row": []}
+@pytest.mark.parametrize(
+    ("engines", "sizes"),
+    [
+        ({"plain": cases.plain, "regions": cases.regions, "row": cases.row}, (1024, 2048, 4096, 8192)),
+        ({"norms": cases.norms}, (512, 1024, 2048, 4096)),
+    ],
+)
+def test_growth_with_positions(engines, sizes):
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
     for n in sizes:
         one = cases.bert(n, 1, layers=2)
-        for name, run in (("plain", cases.plain), ("regions", cases.regions), ("row", cases.row)):
+        for name, run in engines.items():
             found[name].append(watched(lambda run=run, one=one: run(one)))
     for name, values in found.items():
         times, memory = [x for x, _ in values], [x for _, x in values]

@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from audit.capture.blocks import find_blocks
 from audit.capture.engine import BatchFold
 from audit.capture.gradient import GradientFold, gradient_batch, gradient_leaf
 from audit.capture.inputs import Encoded
@@ -23,6 +24,7 @@ from audit.capture.row_backward import row_batch
 from audit.capture.row_fold import RowFold, row_fold_batch
 from audit.capture.scratch import Scratch
 from audit.capture.settings import FoldSettings
+from audit.capture.split_rows import SplitRowFold, split_row_batch
 from audit.methods.gradient import gradient_map, gradient_rollout
 from audit.records import Checkpoint, CheckpointInfo, Positions, Probe
 
@@ -131,6 +133,16 @@ def stored(one: Subject) -> Tensor:
     fold = RowFold(FoldSettings(), one.read, one.valid)
     row_fold_batch(one.model, one.plan, one.tensors, fold)
     fold.diagnostics()
+    return fold.final_row()
+
+
+def norms(one: Subject) -> Tensor:
+    """Return the output row of the norms of what each position adds, of every layer, without a matrix."""
+    part = {name: tensor[:1, :256] for name, tensor in one.tensors.items()}
+    with exclusive(one.model, one.plan.configs):
+        blocks = find_blocks(one.model, one.plan, part)
+    fold = SplitRowFold(FoldSettings(method="norms"), one.read, one.valid)
+    split_row_batch(one.model, one.plan, blocks, one.tensors, fold)
     return fold.final_row()
 
 

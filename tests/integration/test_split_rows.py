@@ -38,7 +38,7 @@ def rows_only(monkeypatch: pytest.MonkeyPatch) -> list[SplitRowFold]:
     monkeypatch.setattr(split_rows, "LEAST_SPLIT", 1)
     monkeypatch.setattr(method_pass, "SplitRowFold", Noted)
     monkeypatch.setattr(query_blocks, "BLOCK_ENTRIES", 64)
-    monkeypatch.setattr(contributions, "BLOCK_ENTRIES", 2048)
+    monkeypatch.setattr(contributions, "BLOCK_ENTRIES", 256)
     return made
 
 
