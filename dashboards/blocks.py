@@ -51,7 +51,7 @@ GLOSSARY = {
     "architecture": "The class of the model, as its configuration names it.",
     "device": "What calculated: the processor (cpu) or a graphics card (cuda).",
     "stream": "Which of several inputs a map lies on: source and prefix, or image and text.",
-    "head": "The digest of the newest entry of the log, which hangs on all entries before it.",
+    "log head": "The digest of the newest entry of the log, which hangs on all entries before it.",
 }
 
 

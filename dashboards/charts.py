@@ -225,7 +225,7 @@ def over_time(
         alt.Chart(alt.Data(values=rows_))
         .mark_line(interpolate="step-after", strokeWidth=1.8)
         .encode(
-            x=alt.X("start:Q", title="seconds"),
+            x=alt.X("start:Q", title="seconds", scale=alt.Scale(nice=False), axis=alt.Axis(tickCount=10)),
             y=alt.Y("share:Q", title="share of the map", axis=alt.Axis(labelExpr=PLAIN)),
             color=alt.Color(
                 "when:N",

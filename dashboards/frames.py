@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from audit.records import Cell, RuleVerdict
@@ -24,6 +24,14 @@ def cells_by(name: str, found: Iterable[tuple[str, Cell]]) -> pl.DataFrame:
 def rules(found: Sequence[RuleVerdict]) -> pl.DataFrame:
     """Return the rules of a verdict as a table, one row each."""
     return _frame(map(_rule, found))
+
+
+def agreement(region: str, found: Mapping[tuple[str, str], float | None]) -> pl.DataFrame:
+    """Return rank correlations of one region's shifts as a table, one row for each two methods."""
+    return _frame(
+        {"region": region, "method": one, "other": other, "rank_correlation": value}
+        for (one, other), value in found.items()
+    )
 
 
 def _frame(rows: Iterable[dict[str, Any]]) -> pl.DataFrame:

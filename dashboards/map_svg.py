@@ -18,17 +18,17 @@ MARGIN = 16
 TITLE = 96
 
 
-def words_svg(pieces: Sequence[Token], lines: Sequence[Line], colours: Palette) -> str:
+def words_svg(rows: Sequence[tuple[Sequence[Token], Line]], colours: Palette) -> str:
     """Return lines of words below each other, coloured as on the page.
 
     Parameters
     ----------
-    pieces : sequence of Token
-    lines : sequence of Line
+    rows : sequence of (tokens, Line)
+        Each line with its own words, one share for each.
     colours : Palette
     """
     drawn, y = [], float(MARGIN)
-    for line in lines:
+    for pieces, line in rows:
         drawn.append(_text(MARGIN, y + LINE / 2, line.title, colours.soft, size=13))
         x = float(MARGIN + TITLE)
         for i, piece in enumerate(pieces):

@@ -10,11 +10,13 @@ import numpy as np
 import streamlit as st
 
 from audit.records import Captured, Map, Probe
-from dashboards import blocks, probe_view
+from dashboards import blocks, downloads, map_svg, probe_view, theme
 from dashboards.probe_view import Line, Token, Weights
 from dashboards.views.maps import weights_at
 
 SIDES = ("before", "after")
+Moved = tuple[list[Token], Weights, tuple[Weights, Weights]]
+"""The words of a text, what each gained, and its shares then and now."""
 
 
 @dataclass(frozen=True)
@@ -40,24 +42,34 @@ def since_last(answers: tuple[Captured, Captured], probe: Probe, layer: int | No
         "What your last edit moved", "Share of each word now, minus its share before the edit."
     ):
         _say(earlier, answers)
-        lines = []
-        for side, then, now in zip(SIDES, earlier.answers, answers, strict=True):
-            found = moved((then.maps[0], earlier.probe), (now.maps[0], probe), layer)
-            if found is not None:
-                lines.append((side.capitalize(), *found))
-        if len(lines) < len(SIDES):
+        found = [
+            moved((then.maps[0], earlier.probe), (now.maps[0], probe), layer)
+            for then, now in zip(earlier.answers, answers, strict=True)
+        ]
+        if None in found:
             blocks.note("The two texts have no map that could be subtracted.")
             return
-        peak = probe_view.peak(*(gained for _, _, gained, _ in lines))
-        drawn = [
-            (title, probe_view.words_html(pieces, Line(title, gained, peak, signed=True), both))
-            for title, pieces, gained, both in lines
-        ]
-        blocks.html(probe_view.strips(drawn, blank=False))
+        _draw([one for one in found if one is not None])
         blocks.note(
             "Each line is one checkpoint. Orange: the word has more of the map than before the edit (or is "
             "new); blue: it has less."
         )
+
+
+def _draw(found: Sequence[Moved]) -> None:
+    """Draw one line of words for each checkpoint."""
+    peak = probe_view.peak(*(gained for _, gained, _ in found))
+    rows = [
+        (pieces, Line(side.capitalize(), gained, peak, signed=True))
+        for side, (pieces, gained, _) in zip(SIDES, found, strict=True)
+    ]
+    drawn = [
+        (line.title, probe_view.words_html(pieces, line, both))
+        for (pieces, line), (_, _, both) in zip(rows, found, strict=True)
+    ]
+    blocks.html(probe_view.strips(drawn, blank=False))
+    colours = theme.palette()
+    downloads.figure("edit", lambda: map_svg.words_svg(rows, colours))
 
 
 def _say(earlier: Seen, answers: Sequence[Captured]) -> None:
@@ -71,9 +83,7 @@ def _say(earlier: Seen, answers: Sequence[Captured]) -> None:
     blocks.note(f"Since your last edit (“{before}”): {blocks.text(what)}.")
 
 
-def moved(
-    then: tuple[Map, Probe], now: tuple[Map, Probe], layer: int | None
-) -> tuple[list[Token], Weights, tuple[Weights, Weights]] | None:
+def moved(then: tuple[Map, Probe], now: tuple[Map, Probe], layer: int | None) -> Moved | None:
     """Return the words of a text, what each gained since another text, and its shares then and now.
 
     Words are matched in order; a new word had nothing. None where a map has no tokens.

@@ -115,10 +115,10 @@ def methods(
         ]
         blocks.html(blocks.table(("region", *map(blocks.text, names), "direction"), body))
         region = region if region in ranked else next(iter(ranked), None)
-        if region is not None:
-            _matrix(region, names, chosen)
         flat = [(method, cell) for method, cells in found.items() for cell in cells.values()]
         downloads.table(f"{comparison.id}-methods", frames.cells_by("method", flat))
+        if region is not None:
+            _matrix(f"{comparison.id}-agreement", region, names, chosen)
 
 
 def _by_region(name: str, chosen: Selected | None) -> dict[str, Cell]:
@@ -137,7 +137,7 @@ def _direction(cells: Sequence[Cell | None]) -> str:
     return "agree" if len(signs) == 1 else "<b>disagree</b>"
 
 
-def _matrix(region: str, names: Mapping[str, str], chosen: Selected | None) -> None:
+def _matrix(file: str, region: str, names: Mapping[str, str], chosen: Selected | None) -> None:
     """Draw the rank correlation of one region's shifts over the probes, for each two methods."""
     found = agreement(region, names, chosen.ids if chosen is not None and chosen.filtered else None)
     if found is None:
@@ -146,6 +146,7 @@ def _matrix(region: str, names: Mapping[str, str], chosen: Selected | None) -> N
         [f"<b>{blocks.text(one)}</b>", *(_correlation(found[one, other]) for other in names)] for one in names
     ]
     blocks.html(blocks.table(("", *map(blocks.text, names)), body))
+    downloads.table(file, frames.agreement(region, found))
     blocks.note(
         f"Rank correlation, over the probes, of the shift of <b>{blocks.text(region, 60)}</b>: +1.00 means "
         "that two methods see the map move on the same probes, 0 that they do not."

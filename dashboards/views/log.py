@@ -207,7 +207,7 @@ def _chain(entries: Sequence[Mapping[str, Any]]) -> None:
         if entries:
             blocks.html(
                 blocks.facts(
-                    [("head", data.store().log_head()), ("last entry", blocks.when(entries[-1]["time"]))]
+                    [("log head", data.store().log_head()), ("last entry", blocks.when(entries[-1]["time"]))]
                 )
             )
             blocks.note(

@@ -12,7 +12,7 @@ import streamlit as st
 from audit.alignment import align_pair, same_positions
 from audit.records import Map
 from audit.report.wording import change, number
-from dashboards import blocks, charts, downloads, map_svg, probe_view, sound_view, state, theme
+from dashboards import blocks, charts, controls, downloads, map_svg, probe_view, sound_view, state, theme
 from dashboards.content import Content
 from dashboards.probe_view import Weights
 
@@ -64,7 +64,7 @@ def draw_pair(before: Map, after: Map, found: Content, layer: int | None) -> Non
             icon=":material/info:",
         )
         return
-    if before.share < 1 or after.share < 1:
+    if min(before.share, after.share) < 1 - 1e-6:  # towers have a whole map each, to the last digits
         blocks.note(f"Part of the whole map on this stream: {change(before.share, after.share)}")
     kind = before.positions.kind
     if kind == "patch" and (before.positions.grid is not None or before.positions.boxes is not None):
@@ -87,7 +87,7 @@ def _draw_words(one: Map, old: Any, new: Any, found: Content) -> None:
     drawn = [(line.title, probe_view.words_html(shown, line, (before, after))) for line in lines]
     blocks.html(probe_view.strips(drawn, blank=probe is None) + _scale(*peaks))
     colours = theme.palette()
-    downloads.figure(_name(one), lambda: map_svg.words_svg(shown, lines, colours))
+    downloads.figure(_name(one), lambda: map_svg.words_svg([(shown, line) for line in lines], colours))
     if len(shown) < len(pieces):
         blocks.note(f"{len(shown):,} of {len(pieces):,} positions, where the change is largest.")
     blocks.note(
@@ -177,34 +177,44 @@ def _sound(found: Content) -> tuple[np.ndarray[Any, Any], int] | None:
 
 def draw_layers(pairs: Sequence[tuple[Map, Map]]) -> None:
     """Draw how the row grows layer by layer, streams beside each other, where the store holds it."""
-    streams = [(one, two) for one, two in pairs if one.layers is not None and two.layers is not None]
-    depth = min((len(one.layers) for pair in streams for one in pair if one.layers is not None), default=0)
-    alike = all(same_positions(one.positions, two.positions) for one, two in streams)
-    width = sum(len(one.weights) for one, _ in streams)
-    if len(streams) < len(pairs) or not depth or not alike or width > WIDEST:
-        why = "is too long to draw" if width > WIDEST else "is not in the store for every layer and stream"
-        blocks.note(f"The matrix of layers and positions {why}.")
+    stored = [(one, two) for one, two in pairs if one.layers is not None and two.layers is not None]
+    if not stored:
+        blocks.note(controls.NO_LAYERS)
         return
-    cells = [
-        {
-            "stream": one.stream,
-            "position": i,
-            "layer": layer,
-            "before": float(one.layers[layer, i]),
-            "after": float(two.layers[layer, i]),
-            "value": float(two.layers[layer, i] - one.layers[layer, i]),
-        }
-        for one, two in streams
-        if one.layers is not None and two.layers is not None
-        for layer in range(depth)
-        for i in range(len(one.weights))
-    ]
-    name, what = f"{_name(pairs[0][0])}-layers", "Difference by layer and position"
-    downloads.chart(name, charts.layer_matrix, cells, alt=what)
+    streams = [(one, two) for one, two in stored if same_positions(one.positions, two.positions)]
+    if len(streams) < len(pairs):
+        drawn = {one.stream for one, _ in streams}
+        left = ", ".join(one.stream for one, _ in pairs if one.stream not in drawn)
+        blocks.note(f"Left out: {blocks.text(left)}, which has other positions before than after.")
+    width = sum(len(one.weights) for one, _ in streams)
+    if width > WIDEST:
+        blocks.note(f"{width} positions are too many to draw; the layer slider shows one layer at a time.")
+    if not streams or width > WIDEST:
+        return
+    name, what = f"{_name(streams[0][0])}-layers", "Difference by layer and position"
+    downloads.chart(name, charts.layer_matrix, _layer_cells(streams), alt=what)
     generated = any(one.stream == "prefix" for one, _ in pairs)
     blocks.note(
         "Each row is the difference as it stands after that layer." + (f" {ONE_ROW}" if generated else "")
     )
+
+
+def _layer_cells(streams: Sequence[tuple[Map, Map]]) -> list[dict[str, Any]]:
+    """Return one cell for each layer and position of the streams."""
+    return [
+        {
+            "stream": one.stream,
+            "position": i,
+            "layer": layer,
+            "before": float(old[i]),
+            "after": float(new[i]),
+            "value": float(new[i] - old[i]),
+        }
+        for one, two in streams
+        if one.layers is not None and two.layers is not None
+        for layer, (old, new) in enumerate(zip(one.layers, two.layers, strict=False))
+        for i in range(len(one.weights))
+    ]
 
 
 def _peaks(before: Weights, after: Weights) -> tuple[float, float]:

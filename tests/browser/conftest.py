@@ -67,9 +67,10 @@ class serving:  # noqa: N801
             self.process = subprocess.Popen(
                 [*command, *options], env=self.environment, stdout=log, stderr=subprocess.STDOUT
             )
-        deadline = monotonic() + 60
+        deadline = monotonic() + 120
         while not self._healthy():
             if self.process.poll() is not None or monotonic() > deadline:
+                self.__exit__()
                 raise RuntimeError(f"the dashboard did not start:\n{self.log.read_text()}")
         return self.address
 

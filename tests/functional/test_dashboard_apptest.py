@@ -104,6 +104,17 @@ def test_a_damaged_map_is_named_on_the_probe_page(audited: Audited, copy: Path) 
     assert "part-00000.parquet is damaged" in said(app)
 
 
+def test_no_page_but_that_of_a_probe_reads_maps(audited: Audited, copy: Path) -> None:
+    for name in ("maps", "layer_maps"):
+        for folder in (copy / "runs").glob(f"*/{name}"):
+            shutil.rmtree(folder)
+    pages = ("overview", "compare", "trends", "runs", "log", "about")
+    for page in pages:
+        shown = said(open_page(page, copy, comparison=audited.text_comparison, segment="source=mail"))
+        assert "damaged" not in shown
+    assert "part-00000.parquet" in said(open_page("probe", copy, comparison=audited.text_comparison))
+
+
 def test_a_manifest_of_a_newer_version_hides_no_other(audited: Audited, copy: Path) -> None:
     manifest = copy / "comparisons" / audited.text_comparison / "manifest.json"
     content = json.loads(manifest.read_text())

@@ -141,7 +141,7 @@ def test_words_are_saved_as_text_and_hostile_ones_stay_text():
     pieces = probe_view.tokens(positions, Probe("p", text=text), whole_words=False)
     before, after = np.array([0.5, 0.2, 0.1, 0.1, 0.1]), np.array([0.1, 0.6, 0.1, 0.1, 0.1])
     lines = probe_view.pair_of_lines(before, after, (0.6, 0.4))
-    svg = map_svg.words_svg(pieces, lines, LIGHT)
+    svg = map_svg.words_svg([(pieces, line) for line in lines], LIGHT)
     assert "<script" not in svg
     assert "\u202e" not in svg
     assert "\x07" not in svg
