@@ -37,7 +37,13 @@ _SELF: tuple[tuple[str, Step], ...] = (
 )
 
 
-_MEET = "x_layers"
+MEET = "x_layers"
+"""The stack whose layers attend to the other stream."""
+
+
+def crosses(path: str) -> bool:
+    """Return whether an attention layer attends from one stream to the other."""
+    return ".visual_attention." in f".{path}."
 
 
 def step_of(path: str, call: int) -> Step:
@@ -51,7 +57,7 @@ def step_of(path: str, call: int) -> Step:
     found = next((step for part, step in _SELF if part in f"{path}."), None)
     if found is not None:
         return found
-    if ".visual_attention." not in f".{path}." or call > 1:
+    if not crosses(path) or call > 1:
         raise CaptureError(f"attention layer {path} is not known among two streams")
     return "second_first" if call else "first_second"
 
@@ -168,7 +174,7 @@ class CoFold:
 def input_stacks(plan: CapturePlan) -> tuple[str, ...]:
     """Return the stacks that take one input each: all but those in which two streams meet."""
     meet = plan.wiring == "co-attention"
-    return tuple(stack for stack in plan.stacks if not (meet and stack.endswith(_MEET)))
+    return tuple(stack for stack in plan.stacks if not (meet and stack.endswith(MEET)))
 
 
 def ends_of(step: Step) -> tuple[Stream, Stream]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from audit.capture.co_attention import crosses
 from audit.capture.inputs import core_model
 from audit.capture.interface import AttentionCall
 from audit.capture.layers import CapturePlan
@@ -31,7 +32,7 @@ def check_streams(model: nn.Module, plan: CapturePlan, tensors: Mapping[str, Ten
     CaptureError
     """
     name, core = type(core_model(model)).__name__, core_model(model)
-    first = next(layer for layer in plan.layers if ".visual_attention." in f".{layer.path}.")
+    first = next(layer for layer in plan.layers if crosses(layer.path))
     block = core.get_submodule(f"{first.stack}.{first.block}")
     last = list(core.get_submodule(first.stack).children())[-1]
     plain = _replayed(model, plan, tensors, (block, last))

@@ -114,7 +114,7 @@ def co_relevance_batch(
         stack.enter_context(hook_capture(plan.modules("hook"), receive))
         outputs = run_model(model, tensors, attentions=True)
         logits = answer_logits(outputs)
-        fold.targets = _targets(batch, logits.detach(), wanted)
+        fold.targets = answer_targets(batch, logits.detach(), wanted)
         scores = [fold.targets[item.probe.id].of(logits[i : i + 1]) for i, item in enumerate(batch)]
         torch.autograd.grad(torch.cat(scores).sum(), list(leaves.values()), allow_unused=True)
     return _detached(outputs)
@@ -137,7 +137,8 @@ def answer_logits(outputs: Any) -> Tensor:
     return found
 
 
-def _targets(batch: Sequence[Encoded], logits: Tensor, wanted: Mapping[str, Any]) -> dict[str, Score]:
+def answer_targets(batch: Sequence[Encoded], logits: Tensor, wanted: Mapping[str, Any]) -> dict[str, Score]:
+    """Return what is explained for each probe id: the wanted answer, or the likeliest."""
     names = [str(i) for i in range(logits.shape[1])]
     found = {}
     for item, row in zip(batch, logits, strict=True):

@@ -7,7 +7,8 @@ source, or of the decoder's own tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,10 +25,12 @@ from audit.capture.question import Question
 from audit.capture.scores import Score
 from audit.capture.settings import FoldSettings
 from audit.capture.targets import similarity
+from audit.capture.threads import own_thread
 from audit.errors import CaptureError
 from audit.records import Checkpoint, Positions
 
-_EMBEDDED = {"input_ids": "inputs_embeds", "decoder_input_ids": "decoder_inputs_embeds"}
+TOKENS = ("input_ids", "decoder_input_ids")
+"""Inputs that are tokens."""
 
 
 class _Table(nn.Module):
@@ -63,7 +66,7 @@ class Half(nn.Module):
     score : Score
         Over the flat logits of one probe, or the similarity.
     table : nn.Module, optional
-        The tokens' embeddings. Where the model takes embeddings it is called here; else inside the model.
+        The tokens' embeddings.
     """
 
     def __init__(
@@ -73,8 +76,8 @@ class Half(nn.Module):
         core = core_model(model)
         self.model, self.name, self.fixed, self.score = model, name, dict(fixed), score
         self.config, self.device, self.dtype = core.config, core.device, core.dtype
-        self.inside = not getattr(core.config, "is_encoder_decoder", False)
-        self.table = table if table is None or self.inside else _Table(table)
+        self.stack = stack_of(core, name)
+        self.table = table if table is None or self.stack is None else _Table(table)
 
     def get_input_embeddings(self) -> Any:
         """Return the table of the input that varies."""
@@ -86,14 +89,43 @@ class Half(nn.Module):
         if given is None:
             raise ValueError(f"input: expected input_ids or {self.name}, got none")
         feed = {name: tensor.expand(len(given), *tensor.shape[1:]) for name, tensor in self.fixed.items()}
-        if self.table is None or self.inside:
-            feed[self.name] = given
-        else:
-            feed[_EMBEDDED[self.name]] = self.table(given)
-        outputs = run_model(self.model, feed, keep_logits=True)
+        feed[self.name] = given
+        with ExitStack() as stack:
+            if isinstance(self.table, _Table):
+                stack.enter_context(embedded_in(self.stack, self.table.table, self.table(given)))
+            outputs = run_model(self.model, feed, keep_logits=True)
         own = similarity(outputs)
         logits = outputs.logits.flatten(1) if own is None else own[:, None]
         return SequenceClassifierOutput(logits=self.score.of(logits)[:, None])
+
+
+def stack_of(core: Any, name: str) -> Any:
+    """Return which stack of an encoder-decoder takes an input of tokens, None in other models."""
+    if name not in TOKENS or not getattr(core.config, "is_encoder_decoder", False):
+        return None
+    return core.get_encoder() if name == "input_ids" else core.get_decoder()
+
+
+@contextmanager
+def embedded_in(stack: Any, table: nn.Module, given: Tensor) -> Iterator[None]:
+    """Put `given` in the place of what `table` returns while `stack` runs, since two stacks may share it.
+
+    Not by the argument for embedded inputs: Marian scales what its table returns, and would not scale these.
+    """
+    running = [stack is None]
+
+    def turn(*_given: Any) -> None:
+        running[0] = not running[0]
+
+    hooks = [table.register_forward_hook(own_thread(lambda *_given: given if running[0] else None))]
+    if stack is not None:
+        hooks.append(stack.register_forward_pre_hook(own_thread(turn)))
+        hooks.append(stack.register_forward_hook(own_thread(turn)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @dataclass(frozen=True)
@@ -138,7 +170,7 @@ class Halves:
         self, item: Encoded, positions: Positions, name: str, table: Any, score: Score
     ) -> tuple[Tensor, dict[str, float]]:
         tensors = dict(item.tensors)
-        token = name in _EMBEDDED
+        token = name in TOKENS
         if name not in tensors or (token and table is None):
             raise CaptureError(
                 f"[method] name = {self.settings.method!r} explains tokens, pixels and sound, but the "
@@ -168,7 +200,7 @@ def input_tables(
         else (core.get_submodule(roots[0]), core.get_submodule(roots[1]))
     )
     first, second = (
-        _table_of(part) if name in _EMBEDDED else None for name, part in zip(names, parts, strict=True)
+        _table_of(part) if name in TOKENS else None for name, part in zip(names, parts, strict=True)
     )
     return first, second
 

@@ -85,14 +85,14 @@ def attribute_joined(
     if settings.method == "grad_cam":
         found = class_activation(asked, inner.plan, inner.slots, targets, settings.layer)
         return JoinedAttribution(inner, *found, targets)
-    (tokens, patches), extra = _parts(asked, targets, settings)
+    (tokens, patches), extra = attributed_parts(asked, targets, settings)
     words = np.zeros(len(inner.row()))
     known = asked.front.words >= 0
     np.add.at(words, asked.front.words[known], tokens[known])
     return JoinedAttribution(inner, torch.from_numpy(words), torch.from_numpy(patches), targets, extra)
 
 
-def _parts(
+def attributed_parts(
     asked: JoinedQuestion, targets: Mapping[str, Score], settings: FoldSettings
 ) -> tuple[Parts, dict[str, float]]:
     """Return what the score owes to each token and each patch, and diagnostics."""
@@ -136,7 +136,7 @@ def _integrated(asked: JoinedQuestion, targets: Mapping[str, Score], steps: int)
     Captum's takes inputs with one batch axis, which tiles of an image have not; the rule is its default,
     Gauss–Legendre.
     """
-    item, name = asked.item, asked.picture.name
+    item, name = asked.item, asked.argument
     removed = asked.without(asked.tokens, asked.removable, asked.grey(), asked.replacement())
     pixels, base = item.tensors[name].double(), removed[name].double()
     words = wordless = None

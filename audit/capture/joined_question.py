@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -41,7 +41,8 @@ class JoinedQuestion:
     read : float Tensor (1, position)
     removable : bool array (image position,)
         Patches of the stored image.
-    picture : Picture
+    picture : Picture, optional
+        What places pixels; none where positions come as features.
     """
 
     checkpoint: Checkpoint
@@ -49,7 +50,18 @@ class JoinedQuestion:
     front: Front
     read: Tensor
     removable: NDArray[np.bool_]
-    picture: Picture
+    picture: Picture | None = None
+    constants: ClassVar[tuple[str, ...]] = ()
+    """Inputs that are no positions' own and vary with nothing, such as the places of boxes."""
+
+    @property
+    def argument(self) -> str:
+        """Return the argument of the model that holds the image."""
+        return "pixel_values" if self.picture is None else self.picture.name
+
+    def score(self, outputs: Any, targets: Mapping[str, Score]) -> Tensor:
+        """Return what is explained, a scalar."""
+        return explained(self.checkpoint, self.item, outputs, self.read, targets)[1]
 
     @property
     def tokens(self) -> NDArray[np.int64]:
@@ -62,7 +74,7 @@ class JoinedQuestion:
         model = self.checkpoint.model
         with exclusive(model):
             outputs = run_model(model, tensors, keep_logits=True)
-            return float(explained(self.checkpoint, self.item, outputs, self.read, targets)[1])
+            return float(self.score(outputs, targets))
 
     def grey(self) -> Tensor:
         """Return the mean colour of the image, of the shape of its pixels.
@@ -72,7 +84,7 @@ class JoinedQuestion:
         CaptureError
             When it cannot be told which colour of the image each number holds.
         """
-        pixels = self.item.tensors[self.picture.name]
+        pixels = self.item.tensors[self.argument]
         known = self._of(self.removable)
         if pixels.dim() < 4 or pixels.shape[-3] not in (1, 3):
             return self._packed_grey(pixels, known)
@@ -83,10 +95,11 @@ class JoinedQuestion:
 
     def _packed_grey(self, pixels: Tensor, known: Tensor) -> Tensor:
         """Return the mean colour where colours stand side by side in one row, as measured."""
-        colours = None if self.picture.colours is None else torch.from_numpy(self.picture.colours)
+        found = None if self.picture is None else self.picture.colours
+        colours = None if found is None else torch.from_numpy(found)
         if colours is None or bool((known & (colours < 0)).any()):
             raise CaptureError(
-                f"the processed image ({self.picture.name}) mixes the colours of the stored one, so that it "
+                f"the processed image ({self.argument}) mixes the colours of the stored one, so that it "
                 "has no mean colour to remove patches with; use input_x_gradient or gradient_rollout"
             )
         grey = pixels.clone()
@@ -105,7 +118,7 @@ class JoinedQuestion:
     ) -> dict[str, Tensor]:
         """Return the inputs with tokens replaced and patches turned to the mean colour."""
         tensors = dict(self.item.tensors)
-        name = self.picture.name
+        name = self.argument
         tensors[name] = torch.where(self._of(patches), grey, tensors[name])
         if len(tokens) and token is not None:
             ids = tensors["input_ids"].clone()
@@ -121,7 +134,7 @@ class JoinedQuestion:
     def scored(
         self, pixels: Tensor, words: Tensor | None, targets: Mapping[str, Score]
     ) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """Yield the score of pixels and embedded tokens, and these as leaves of its graph."""
+        """Yield the score of pixels and embedded tokens; these and the constants are leaves of its graph."""
         model = self.checkpoint.model
         core = core_model(model)
         tensors = place(self.item.tensors, core.device, core.dtype)
@@ -130,8 +143,11 @@ class JoinedQuestion:
             if words is not None:
                 leaves.append(words.to(core.device, core.dtype).detach().requires_grad_())
                 stack.enter_context(_embedded(core, leaves[1]))
-            outputs = run_model(model, {**tensors, self.picture.name: leaves[0].clone()}, keep_logits=True)
-            score = explained(self.checkpoint, self.item, outputs, self.read, targets)[1]
+            for name in self.constants:
+                tensors[name] = tensors[name].detach().requires_grad_()
+                leaves.append(tensors[name])
+            outputs = run_model(model, {**tensors, self.argument: leaves[0].clone()}, keep_logits=True)
+            score = self.score(outputs, targets)
             check_differentiable(score, outputs)
             yield score, leaves
 
@@ -147,7 +163,7 @@ class JoinedQuestion:
     def inputs(self) -> tuple[Tensor, Tensor | None]:
         """Return the pixels and the embedded tokens of the probe, in float64."""
         words = self.embedded(self.item.tensors["input_ids"]) if len(self.front.words) else None
-        return self.item.tensors[self.picture.name].double(), words
+        return self.item.tensors[self.argument].double(), words
 
     def embedded(self, ids: Tensor) -> Tensor | None:
         """Return what the table of embeddings gives for tokens; None for images without a text."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from audit._method_parameters import PARAMETERS
 from audit.capture.layers import CapturePlan
 from audit.capture.settings import (
-    ATTRIBUTION,
     GRADIENT,
     MEASURED,
     ROLLOUT,
@@ -23,8 +22,6 @@ WIRINGS: dict[str, str] = {
 """What each wiring is called in a message."""
 
 _ONE_SUM = "it splits one sum of residual and attention for each layer, and such a layer has several"
-_TREE = "its rules follow the modules of one stack; use input_x_gradient or integrated_gradients"
-_FEATURES = "its image regions come as features, which cannot be removed; use gradient_rollout"
 REFUSED: dict[str, dict[str, str]] = {
     "single": {},
     "towers": {},
@@ -33,8 +30,6 @@ REFUSED: dict[str, dict[str, str]] = {
         "block; use norms or alti",
         "value_zeroing": "a decoder layer's output without one value does not tell its two attentions apart; "
         "use norms or alti",
-        "grad_cam": _TREE,
-        "lrp": _TREE,
     },
     "co-attention": {
         "per_head_rollout": "a head's index names other heads in each of its four kinds of attention; "
@@ -43,7 +38,6 @@ REFUSED: dict[str, dict[str, str]] = {
         "globenc": _ONE_SUM,
         "alti": _ONE_SUM,
         "value_zeroing": "its layers are not on the attention interface, so their values cannot be zeroed",
-        **dict.fromkeys(sorted(ATTRIBUTION), _FEATURES),
     },
     "joined": {},
 }

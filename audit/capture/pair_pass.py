@@ -14,7 +14,13 @@ from torch import Tensor
 
 from audit.capture.cells import cells_of
 from audit.capture.co_attention import CoFold, co_reads
-from audit.capture.co_relevance import CoRelevanceFold, co_relevance_batch
+from audit.capture.co_attribution import region_attributions
+from audit.capture.co_relevance import (
+    CoRelevanceFold,
+    answer_logits,
+    answer_targets,
+    co_relevance_batch,
+)
 from audit.capture.encoder_decoder import cross_fold
 from audit.capture.halves import Halves, input_tables
 from audit.capture.inputs import Encoded, core_model
@@ -29,7 +35,7 @@ from audit.capture.pooling import tower_root
 from audit.capture.scores import Score
 from audit.capture.settings import ATTRIBUTION, MEASURED, FoldSettings
 from audit.capture.targets import SIMILARITY, similarity
-from audit.capture.tower_attribution import Similarity
+from audit.capture.tower_attribution import Answer, Similarity
 from audit.capture.tower_methods import Towers
 from audit.capture.towers import tower_reads
 from audit.errors import CaptureError, ConfigError, ProbeError
@@ -124,6 +130,10 @@ def _attributed(
     plain = replace(asked, fold=FoldSettings())
     inner, outputs = run_method(plain, batch, tensors, masks, verify=verify)
     plan, checkpoint = asked.plan, asked.checkpoint
+    if plan.wiring == "co-attention":
+        targets = answer_targets(batch, answer_logits(outputs).detach(), asked.wanted)
+        rows = region_attributions(checkpoint, plan, asked.fold, batch, targets)
+        return _Found(rows, targets), outputs
     if plan.wiring == "towers":
         if similarity(outputs) is None:
             raise CaptureError(f"{type(outputs).__name__} has no similarity of text and image to explain")
@@ -140,8 +150,9 @@ def _attributed(
     tables = input_tables(checkpoint, plan.wiring, pair, roots)
     first, second = inner.streams()
     positions, causal = [asked.positions(item) for item in batch], (first.causal, second.causal)
-    if plan.wiring == "towers" and asked.fold.method in ("grad_cam", "lrp"):
-        both = Similarity(checkpoint, plan, asked.fold, pair, tables)
+    if asked.fold.method in ("grad_cam", "lrp"):
+        given = checkpoint, plan, asked.fold, pair, tables
+        both = Similarity(*given) if plan.wiring == "towers" else Answer(*given, targets)
         return _Found(both.streams(batch, positions, causal), targets), outputs
     halves = Halves(checkpoint, asked.fold, pair, tables, asked.settings.batch_tokens, plan.alone)
     return _Found(halves.streams(batch, positions, targets, causal), targets), outputs

@@ -16,13 +16,13 @@ from audit.errors import ProbeError
 from audit.media import load_features
 from audit.records import CaptureSettings, Checkpoint, Positions, Probe
 
-_FEATURES = "visual_feats"
+FEATURES = "visual_feats"
 """The argument by which a model takes them."""
 
 
 def takes_features(checkpoint: Checkpoint) -> bool:
     """Return whether a model reads an image as features of regions."""
-    return _FEATURES in accepted_arguments(checkpoint.model)
+    return FEATURES in accepted_arguments(checkpoint.model)
 
 
 def check_features(checkpoint: Checkpoint, probes: Sequence[Probe]) -> None:
@@ -90,6 +90,6 @@ def encode_features(checkpoint: Checkpoint, probe: Probe, settings: CaptureSetti
             f"{wanted} (visual_feat_dim); use the detector that it was trained with"
         )
     (text,) = encode_texts(checkpoint, [probe], settings or CaptureSettings())
-    regions = {_FEATURES: torch.from_numpy(found)[None], "visual_pos": torch.from_numpy(places)[None]}
+    regions = {FEATURES: torch.from_numpy(found)[None], "visual_pos": torch.from_numpy(places)[None]}
     image = Positions("patch", np.zeros(len(found), np.bool_), boxes=places)
     return Encoded(probe, {**text.tensors, **regions}, text.positions, text.truncated, image)

@@ -113,14 +113,18 @@ def only_added(core: Any, *tables: Any) -> Iterator[list[Tensor]]:
     `tables` of embeddings are inputs, no constants; by default the model's own.
     """
     flags = [(parameter, parameter.requires_grad) for parameter in core.parameters()]
-    inputs, added = tables or (_embeddings(core),), list[Tensor]()
+    inputs = [getattr(table, "weight", None) for table in tables or (_embeddings(core),)]
+    added = list[Tensor]()
     for module in core.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            is_table = any(module is table for table in inputs) and isinstance(module, nn.Embedding)
-            if not is_table and (
-                name.endswith("bias") or isinstance(module, nn.Embedding) or any(p in name for p in _ADDED)
-            ):
+            embeds = isinstance(module, nn.Embedding)
+            is_table = embeds and any(parameter is table for table in inputs)  # also under another name
+            if not is_table and (name.endswith("bias") or embeds or any(p in name for p in _ADDED)):
                 added.append(parameter)
+        for name, buffer in module.named_buffers(recurse=False):  # BART's and Marian's bias of logits
+            if name.endswith("logits_bias"):
+                added.append(buffer)
+                flags.append((buffer, buffer.requires_grad))
     unique = list({id(parameter): parameter for parameter in added}.values())
     try:
         for parameter, _ in flags:
@@ -233,6 +237,14 @@ def _slope(func: Callable[..., Any], args: list[Any], options: dict[str, Any]) -
     return _as_slope(args[0], func(*args, **options)) if args else func(*args, **options)
 
 
+def _embedding(func: Callable[..., Any], args: list[Any], options: dict[str, Any]) -> Any:
+    """Let gradients reach the row of padding, too: LXMERT adds it, as its first position's."""
+    if func is nn.functional.embedding:
+        args[2:3] = [None] * len(args[2:3])
+        options.pop("padding_idx", None)
+    return func(*args, **options)
+
+
 def _layer_norm(_func: Callable[..., Any], args: list[Any], options: dict[str, Any]) -> Any:
     """Hold the standard deviation fixed; the mean is subtracted as it is."""
     names = ("input", "normalized_shape", "weight", "bias", "eps")
@@ -268,6 +280,7 @@ def _scaled(normed: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tenso
 
 
 _RULES: dict[str, Callable[..., Any]] = {
+    "embedding": _embedding,
     "layer_norm": _layer_norm,
     "group_norm": _group_norm,
     **dict.fromkeys(("rms_norm", "normalize"), _one_scale),

@@ -1,25 +1,30 @@
-"""Grad-CAM and LRP of the similarity of image and text: both towers in one forward and one backward pass."""
+"""Grad-CAM and LRP of models of two inputs, both in one forward and one backward pass.
+
+What is explained is the similarity of image and text, or logits as a function of source and prefix.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from audit.capture.cells import Cells
 from audit.capture.grad_cam import activation_map, check_layer, kept_inputs
+from audit.capture.halves import TOKENS, embedded_in, stack_of
 from audit.capture.inputs import Encoded, core_model
 from audit.capture.layers import CapturePlan
 from audit.capture.multi import StreamRows
 from audit.capture.passes import exclusive, place, run_model
 from audit.capture.question import by_position
 from audit.capture.relevance import conservation_error, conserving, only_added, relevances
+from audit.capture.scores import Score
 from audit.capture.settings import FoldSettings
 from audit.capture.targets import similarity
-from audit.capture.threads import own_thread
 from audit.errors import CaptureError
 from audit.records import Checkpoint, Positions
 
@@ -68,14 +73,17 @@ class Similarity:
         explain = self._relevance if self.settings.method == "lrp" else self._activation
         with exclusive(self.checkpoint.model):
             rows = [explain(item, own) for item, own in zip(batch, positions, strict=True)]
+        sizes = [torch.stack([row[i][0] for row in rows]) for i in (0, 1)]
         found = []
-        for i in (0, 1):
-            sizes = torch.stack([row[i][0] for row in rows])
-            total = sizes.sum(dim=1, keepdim=True)
-            shares = torch.where(total > 0, sizes / total.clamp_min(1e-300), 0.0)
+        for i, total in enumerate(self._totals(sizes)):
+            shares = torch.where(total > 0, sizes[i] / total.clamp_min(1e-300), 0.0)
             numbers = {key: torch.tensor([row[i][1][key] for row in rows]) for key in rows[0][i][1]}
             found.append(StreamRows(shares, [], causal[i], numbers))
         return found[0], found[1]
+
+    def _totals(self, sizes: Sequence[Tensor]) -> list[Tensor]:
+        """Return what the sizes of each stream (batch, position) are divided by: (batch, 1)."""
+        return [one.sum(dim=1, keepdim=True) for one in sizes]
 
     def _relevance(self, item: Encoded, positions: tuple[Positions, Positions]) -> tuple[Row, Row]:
         r"""Return |relevance| of each position, by the rules of :mod:`audit.capture.relevance`.
@@ -88,7 +96,7 @@ class Similarity:
         with only_added(core, *tables) as added, conserving(core), self._scored(item) as (score, leaves):
             found, total = relevances(score, leaves, added)
         views = [
-            Encoded(item.probe, {name: item.tensors[name]}, own)
+            Encoded(item.probe, {name: item.tensors[name]}, own, cells=_cells(item, name))
             for name, own in zip(self.names, positions, strict=True)
         ]
         sizes = [by_position(part, view) for part, view in zip(found, views, strict=True)]
@@ -99,9 +107,13 @@ class Similarity:
     def _activation(self, item: Encoded, positions: tuple[Positions, Positions]) -> tuple[Row, Row]:
         """Return the class activation map of each tower; see :func:`audit.capture.grad_cam.grad_cam`."""
         layers = [
-            {layer.module: None for layer in self.plan.layers if layer.stack == stack}
+            {
+                layer.module: None
+                for layer in self.plan.layers
+                if layer.stack == stack and layer.kind == "self"
+            }
             for stack in self.plan.stacks
-        ]
+        ]  # once each, where layers share theirs
         with (
             kept_inputs(layers[0]) as first,
             kept_inputs(layers[1]) as second,
@@ -124,24 +136,57 @@ class Similarity:
 
     @contextmanager
     def _scored(self, item: Encoded) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """Yield the similarity, and the inputs of both towers as leaves of its graph."""
+        """Yield what is explained, and both inputs as leaves of its graph."""
         core = core_model(self.checkpoint.model)
         given, leaves = place(item.tensors, core.device, core.dtype), list[Tensor]()
         with torch.enable_grad(), ExitStack() as stack:
             for name, table in zip(self.names, self.tables, strict=True):
-                if name not in given or (name == "input_ids" and table is None):
+                if name not in given or (name in TOKENS and table is None):
                     raise CaptureError(
-                        f"[method] name = {self.settings.method!r} explains tokens and pixels, but the "
-                        f"checkpoint takes {', '.join(given)}; use gradient_rollout"
+                        f"[method] name = {self.settings.method!r} explains tokens, pixels and sound, but "
+                        f"the checkpoint takes {', '.join(given)}; use gradient_rollout"
                     )
                 taken = given[name] if table is None else table(given[name])
                 leaves.append(taken.detach().requires_grad_())
                 if table is None:
                     given[name] = leaves[-1].clone()
                 else:
-                    put = own_thread(lambda _module, _args, _output, leaf=leaves[-1]: leaf.clone())
-                    stack.callback(table.register_forward_hook(put).remove)
-            found = similarity(run_model(self.checkpoint.model, given, keep_logits=True))
-            if found is None or not found.requires_grad:
-                raise CaptureError(f"{type(core).__name__} gives no similarity of text and image to explain")
-            yield found.sum(), leaves
+                    stack.enter_context(embedded_in(stack_of(core, name), table, leaves[-1].clone()))
+            outputs = run_model(self.checkpoint.model, given, keep_logits=True)
+            yield self._explained(item, outputs), leaves
+
+    def _explained(self, item: Encoded, outputs: Any) -> Tensor:  # noqa: ARG002
+        """Return the similarity, a scalar."""
+        found = similarity(outputs)
+        if found is None or not found.requires_grad:
+            raise CaptureError(f"{type(outputs).__name__} gives no similarity of text and image to explain")
+        return found.sum()
+
+
+@dataclass(frozen=True)
+class Answer(Similarity):
+    """The logits at the decoder's rows as a function of source and prefix.
+
+    Relevances of both, and of all constants, add up to what is explained, so that their shares compare
+    source and prefix. Class activation maps have no scale in common. The layers of Grad-CAM are those of
+    self-attention, counted in encoder and decoder.
+
+    Parameters
+    ----------
+    targets : mapping of probe id to Score
+        Over the flat logits of one probe.
+    """
+
+    targets: Mapping[str, Score] = field(default_factory=dict)
+
+    def _totals(self, sizes: Sequence[Tensor]) -> list[Tensor]:
+        if self.settings.method != "lrp":
+            return super()._totals(sizes)
+        return [torch.cat(list(sizes), dim=1).sum(dim=1, keepdim=True)] * 2
+
+    def _explained(self, item: Encoded, outputs: Any) -> Tensor:
+        return self.targets[item.probe.id].of(outputs.logits.flatten(1)).sum()
+
+
+def _cells(item: Encoded, name: str) -> Cells | None:
+    return item.cells if item.cells is not None and item.cells.name == name else None

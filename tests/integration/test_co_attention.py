@@ -140,14 +140,16 @@ def test_rollout_carries_both_streams_through_every_layer() -> None:
 def test_every_method_gives_two_maps_that_do_not_depend_on_the_batch(name: str) -> None:
     subject = lxmert()
     items = inputs(subject)
-    for item, found in zip(items, capture_prepared(subject, items, method=Method(name)), strict=True):
-        (alone,) = capture_prepared(subject, [item], method=Method(name))
+    method = Method(name, params={"samples": 8} if name in ("shap", "lime") else {})
+    for item, found in zip(items, capture_prepared(subject, items, method=method), strict=True):
+        (alone,) = capture_prepared(subject, [item], method=method)
         for one, other in zip(found.maps, alone.maps, strict=True):
-            assert one.weights.sum() == pytest.approx(1, abs=1e-5)
+            undefined = name == "grad_cam" and one.diagnostics.get("undefined")
+            assert one.weights.sum() == pytest.approx(0 if undefined else 1, abs=1e-5)
             np.testing.assert_allclose(one.weights, other.weights, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["alti", "per_head_rollout", "occlusion"])
+@pytest.mark.parametrize("name", ["globenc", "value_zeroing"])
 def test_what_has_no_meaning_for_two_streams_is_refused(name: str) -> None:
     subject = lxmert()
     with pytest.raises(ConfigError, match=f"'{name}' is not available for two streams"):
