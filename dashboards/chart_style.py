@@ -6,7 +6,7 @@ from typing import Any
 
 import altair as alt
 
-from dashboards.theme import OUTCOMES, SHAPES, Palette
+from dashboards.theme import OUTCOMES, SANS, SHAPES, Palette
 
 AXIS = 52
 """Pixels that the axis and its title take below a plot."""
@@ -20,12 +20,26 @@ def finish(chart: alt.LayerChart, height: int, colours: Palette) -> alt.LayerCha
     """Set size and letters."""
     return (
         chart.properties(width="container", height=height + AXIS)
+        .configure(background="transparent", aria=False, font=SANS)  # first: it replaces what is configured
         .configure_view(stroke=None)
         .configure_axis(
-            labelColor=colours.ink, titleColor=colours.soft, titleFontWeight="normal", labelFontSize=12.5
+            labelColor=colours.ink,
+            titleColor=colours.soft,
+            titleFontWeight="normal",
+            labelFontSize=12,
+            titleFontSize=13,
+            titlePadding=10,
+            domainColor=colours.line,
+            tickColor=colours.line,
+            gridColor=colours.line,
         )
-        .configure_legend(labelColor=colours.soft, titleColor=colours.soft, titleFontWeight="normal")
-        .configure(background="transparent", aria=False)
+        .configure_legend(
+            labelColor=colours.soft,
+            titleColor=colours.soft,
+            titleFontWeight="normal",
+            labelFontSize=12,
+            titleFontSize=13,
+        )
         .configure_mark(aria=False)
     )
 

@@ -24,7 +24,6 @@ WIDTH = 900
 """Pixels of a downloaded chart; on the page a chart is as wide as its place."""
 SCALE = 2
 """Pixels of a PNG for each pixel of the drawing."""
-SANS = "Source Sans Pro, Helvetica, Arial, sans-serif"
 
 
 def table(name: str, frame: pl.DataFrame) -> None:
@@ -73,7 +72,7 @@ def chart(name: str, make: Callable[..., alt.LayerChart], *inputs: Any, alt: str
     """
     colours = theme.palette()
     spec = _spec((make.__module__, make.__name__, colours.page, *map(_key, inputs)), make, inputs, colours)
-    st.vega_lite_chart(copy.deepcopy(spec), alt=alt)
+    st.vega_lite_chart(copy.deepcopy(spec), alt=alt, theme=None)  # its own theme has labels too pale to read
     figure(name, lambda: chart_svg(spec, colours))
 
 
@@ -108,7 +107,7 @@ def chart_svg(spec: Mapping[str, Any], colours: Palette) -> str:
     """Return a chart's specification as SVG, in the colours of the reader's theme."""
     import vl_convert
 
-    config = {**spec.get("config", {}), "background": colours.page, "font": SANS}
+    config = {**spec.get("config", {}), "background": colours.page}
     found: str = vl_convert.vegalite_to_svg({**spec, "width": WIDTH, "config": config})
     return found
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from html import escape
 
 from audit.report.wording import clip
-from dashboards.downloads import SANS, WIDTH
+from dashboards.downloads import WIDTH
 from dashboards.probe_view import Line, Token, Weights, png_size, smooth_png
-from dashboards.theme import PATCH, Palette
+from dashboards.theme import PATCH, SANS, Palette
 
 LETTER = 15
 LINE = 30

@@ -40,6 +40,8 @@ class Palette:
 
 OUTCOMES = ("PASS", "WARN", "FAIL", "INCONCLUSIVE", "ERROR", "COMPARED")
 SHAPES = ("circle", "triangle-up", "diamond", "square", "cross", "circle")
+SANS = "Source Sans, Source Sans Pro, Helvetica, Arial, sans-serif"
+"""Letters of charts and files."""
 PATCH = 0.82
 """Opacity of the strongest colour over a picture."""
 

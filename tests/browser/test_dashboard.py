@@ -127,13 +127,18 @@ def test_comparison_draws_verdict_forest_and_layers(page: Page, dashboard: str, 
 
 def test_filter_makes_every_plot_follow(page: Page, dashboard: str, audited: Audited) -> None:
     visit(page, f"{dashboard}/compare?comparison={audited.text_comparison}")
-    value = page.locator("[data-testid=stVegaLiteChart]").first.locator(".mark-text.role-mark text").first
-    before = str(value.text_content())
+    charts = page.locator("[data-testid=stVegaLiteChart]")
+    expect(charts).to_have_count(4)  # regions, layers, distribution, segments
+    before = [chart.locator("svg").inner_html() for chart in charts.all()]
+    value = charts.first.locator(".mark-text.role-mark text").first
+    shown = str(value.text_content())
     page.get_by_role("radio", name=re.compile("became wrong")).click()
     page.wait_for_url("**changed=newly+wrong**")
     expect(page.get_by_text(re.compile(r"\d+ of 48 probes\."))).to_be_visible()
     settle(page)
-    expect(value).not_to_have_text(before)
+    expect(value).not_to_have_text(shown)
+    after = [chart.locator("svg").inner_html() for chart in charts.all()]
+    assert [one == other for one, other in zip(before, after, strict=True)] == [False] * 4
     shared = page.url
     visit(page, shared)
     expect(page.get_by_text(re.compile(r"\d+ of 48 probes\."))).to_be_visible()
@@ -147,6 +152,28 @@ def test_downloads_hold_the_whole_table(page: Page, dashboard: str, audited: Aud
         frame = read(Path(waiting.value.path()))
         assert len(frame) == 48
         assert set(frame["probe_id"]) == {f"t-{i:03d}" for i in range(48)}
+
+
+@pytest.mark.parametrize("path", ["", "compare", "probe", "trends", "runs", "log", "methods"])
+def test_every_table_and_every_figure_can_be_saved(
+    page: Page, dashboard: str, audited: Audited, path: str
+) -> None:
+    visit(page, f"{dashboard}/{path}?comparison={audited.text_comparison}")
+    for folded in page.locator("[data-testid=stExpander] summary").all():
+        if "Filter" not in folded.inner_text() and folded.locator("..").get_attribute("open") is None:
+            folded.click()
+            settle(page)
+    tables = page.locator("[data-testid=stDataFrame], .ra table").count()
+    figures = page.locator("[data-testid=stVegaLiteChart], .ra .strip, .ra .panels").count()
+    count = {
+        label: page.get_by_role("button", name=label, exact=True).count()
+        for label in ("CSV", "Parquet", "SVG", "PNG")
+    }
+    assert (
+        count["CSV"] == count["Parquet"] >= tables
+    )  # rules and segments are drawn, and saved as tables, too
+    assert count["SVG"] == count["PNG"] == figures
+    assert path == "" or tables or figures or path == "trends"
 
 
 def saved(page: Page, kind: str, name: str) -> bytes:
@@ -173,6 +200,13 @@ def test_link_to_what_is_gone_is_explained(page: Page, dashboard: str) -> None:
     expect(page.get_by_text("which is not in this store")).to_be_visible()
     expect(page.locator(".hero .headline")).to_be_visible()
     assert_whole(page)
+
+
+@pytest.mark.parametrize("path", ["compare", "probe"])
+def test_what_a_map_means_stands_beside_it(page: Page, dashboard: str, path: str) -> None:
+    visit(page, f"{dashboard}/{path}")
+    page.get_by_role("button", name="What a map means, and what not").click()
+    expect(page.get_by_test_id("stPopoverBody").get_by_text("A map is not a cause.")).to_be_visible()
 
 
 # --- probe --------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from dashboards import (
     naming,
     probe_view,
     sound_view,
+    theme,
     trend_charts,
 )
 from dashboards.theme import DARK, LIGHT
@@ -62,6 +63,14 @@ def test_heat_map_has_a_symmetric_domain_for_one_signed_shifts() -> None:
     scale = chart["layer"][0]["encoding"]["color"]["scale"]
     assert scale["domain"] == [-0.02, 0, 0.02]
     assert scale["range"] == [LIGHT.down, LIGHT.middle, LIGHT.up]
+
+
+def test_letters_and_lines_of_a_chart_have_the_colours_of_its_theme() -> None:
+    config = charts.heat_map(CELLS, ["corner"], DARK).to_dict()["config"]
+    assert config["axis"]["labelColor"] == DARK.ink
+    assert config["legend"]["titleColor"] == DARK.soft
+    assert config["font"] == theme.SANS
+    assert config["background"] == "transparent"
 
 
 def test_histogram_counts_every_probe_once() -> None:
