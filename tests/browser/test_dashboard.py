@@ -285,7 +285,7 @@ def test_patches_lie_over_the_image(page: Page, dashboard: str, audited: Audited
     after.locator(".grid, .above").evaluate("element => { element.style.display = 'none' }")
     without = np.asarray(Image.open(io.BytesIO(after.screenshot())).convert("RGB"), dtype=float)
     change = np.abs(with_map - without).mean(axis=2)
-    side = change.shape[0] // 4
+    side = min(change.shape) // 4
     tiles = change[: 4 * side, : 4 * side].reshape(4, side, 4, side).mean(axis=(1, 3)).ravel()
     assert tiles[strongest] > 10 * max(0.1, tiles[weakest]) or tiles[strongest] > tiles[weakest] + 8
 
