@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from audit import report
 from dashboards import theme
 from dashboards.theme import DARK, LIGHT, OUTCOMES, SHAPES, Palette
 from tests.colour_vision import DEFICIENCIES, ciede2000, contrast, difference, linear
@@ -16,6 +17,7 @@ from tests.colour_vision import DEFICIENCIES, ciede2000, contrast, difference, l
 THEMES = pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
 VISIONS = pytest.mark.parametrize("deficiency", [None, *DEFICIENCIES], ids=str)
 STYLE = Path(theme.__file__).with_name("style.css").read_text()
+REPORT = Path(report.__file__).with_name("templates").joinpath("style.css").read_text()
 
 
 @pytest.mark.parametrize(
@@ -88,3 +90,11 @@ def test_style_sheet_takes_every_colour_from_the_palettes() -> None:
     used = set(re.findall(r"var\((--(?:ra|accent)[\w-]*)\)", STYLE))
     assert used <= defined
     assert f"--ra-up: light-dark({LIGHT.up}, {DARK.up});" in theme.variables()
+
+
+def test_reports_show_verdicts_in_the_same_colours() -> None:
+    light, _, dark = REPORT.partition("prefers-color-scheme: dark")
+    for colours, sheet in ((LIGHT, light), (DARK, dark)):
+        for name, colour in zip(OUTCOMES, colours.outcomes, strict=True):
+            if name != "COMPARED":  # a report without a policy has no verdict to colour
+                assert f"--{name.lower()}: {colour};" in sheet
