@@ -24,7 +24,7 @@ CROSSED = "crossed"
 KINDS = {"unpaired": "two probe sets", CROSSED: "2×2 with new data"}
 WHAT = (
     "Did a model's attention move to other parts of its input, by more than is allowed, or than a harmless "
-    "re-training would explain? One card a model, with its newest verdict."
+    "re-training would explain? One card for each kind of audit of a model, with its newest verdict."
 )
 
 
