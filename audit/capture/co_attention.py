@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from audit.capture.engine import generalized_divergence
+from audit.capture.folds import chosen_head, head_disagreement
 from audit.capture.interface import AttentionCall
 from audit.capture.joint import JointSteps
 from audit.capture.layers import CapturePlan
 from audit.capture.multi import StreamRows, check_call
 from audit.capture.scores import Score
-from audit.capture.settings import FLOW, RAW, FoldSettings
+from audit.capture.settings import FLOW, PER_HEAD, RAW, FoldSettings
 from audit.errors import CaptureError, ConfigError
 from audit.methods.fusion import fuse_heads
 from audit.methods.rollout import add_residual
@@ -68,7 +69,8 @@ class CoFold:
     Parameters
     ----------
     settings : FoldSettings
-        ``rollout``, ``raw_attention`` or ``attention_flow``.
+        ``rollout``, ``raw_attention`` or ``attention_flow``; ``norms`` or ``alti``, whose matrices
+        :meth:`take` is given.
     valid : two bool Tensors (batch, position)
         Of text and image regions.
     read : float Tensor (batch, text position)
@@ -84,29 +86,55 @@ class CoFold:
         self.joint = JointSteps((valid[0].shape[1], valid[1].shape[1]))
         self.rows: list[Tensor] = []
         self._calls = Counter[str]()
-        self._waiting: Tensor | None = None
+        self._waiting: tuple[Tensor, Tensor | float] | None = None
         self._matrix: Tensor | None = None
         self._raw: list[tuple[Tensor, Tensor]] = []
         self._cross: Tensor | None = None
 
     def receive(self, call: AttentionCall) -> None:
         """Take one call of one layer."""
+        step = self.next_step(call)
+        queries, keys = self.valid_of(step)
+        check_call(call, queries, keys, verify=self.verify)
+        self.take_weights(step, call.weights.detach())
+
+    def next_step(self, call: AttentionCall) -> Step:
+        """Return what the next call of a layer attends to."""
         step = step_of(call.path, self._calls[call.path])
         self._calls[call.path] += 1
+        return step
+
+    def valid_of(self, step: Step) -> tuple[Tensor, Tensor | None]:
+        """Return a layer's valid queries, and its valid keys where they are others."""
         queries, keys = (self.valid[0 if end == "first" else 1] for end in ends_of(step))
-        check_call(call, queries, None if "_" not in step else keys, verify=self.verify)
-        fused = self._fused(call.weights.detach(), queries, cross="_" in step)
+        return queries, keys if "_" in step else None
+
+    def take_weights(self, step: Step, weights: Tensor, residual: Tensor | None = None) -> None:
+        """Take attention (batch, head, query, key), with a measured weight (batch, query) of the identity."""
+        fused = self._fused(step, weights)
+        kept = self.settings.residual_of(0) if residual is None else residual
         if self.settings.method == RAW:
             self._note_raw(step, fused)
-        elif step == "first_second":
-            self._waiting = fused
-        elif step == "second_first":
-            self._both(self._waiting, fused)
+        elif "_" in step:
+            self.take(step, (1 - (kept if isinstance(kept, float) else kept[..., None])) * fused, kept)
         else:
-            mixed = add_residual(fused, self.settings.residual_of(0))
-            self._push(mixed, **{step: mixed})
+            self.take(step, add_residual(fused, kept))
 
-    def _fused(self, weights: Tensor, queries: Tensor, *, cross: bool) -> Tensor:
+    def take(self, step: Step, part: Tensor, kept: Tensor | float = 0.0) -> None:
+        """Take a layer's matrix (batch, query, key).
+
+        Within a stream its residual is in it; from one to the other, `kept` (batch, query) is what each query
+        keeps of its own.
+        """
+        if step == "first_second":
+            self._waiting = part, kept
+        elif step == "second_first":
+            self._both(part, kept)
+        else:
+            self._push(part, **{step: part})
+
+    def _fused(self, step: Step, weights: Tensor) -> Tensor:
+        queries, cross = self.valid_of(step)[0], "_" in step
         if not bool(queries.all()):
             weights = torch.where(queries[:, None, :, None], weights, torch.zeros_like(weights))
         return fuse_heads(weights, query_offset=None if cross else 0, **self.settings.fusion)
@@ -120,20 +148,18 @@ class CoFold:
         elif step == "first" and row is not None and self._cross is not None:
             self._raw.append((row, self._cross))
 
-    def _both(self, first: Tensor | None, second: Tensor) -> None:
+    def _both(self, second: Tensor, kept: Tensor | float) -> None:
         """Take both directions of a layer at once: each from the state before it."""
-        if first is None:
+        if self._waiting is None:
             raise CaptureError("a layer attends from one stream alone; this architecture is not supported")
-        rho = self.settings.residual_of(0)
-        own = [rho * torch.eye(size, dtype=second.dtype, device=second.device) for size in self.joint.sizes]
-        batch = len(second)
-        self._push(
-            second,
-            first=own[0].expand(batch, -1, -1),
-            second=own[1].expand(batch, -1, -1),
-            first_second=(1 - rho) * first,
-            second_first=(1 - rho) * second,
-        )
+        first, first_kept = self._waiting
+        own = [
+            torch.diag_embed(
+                torch.as_tensor(one, dtype=second.dtype, device=second.device).expand(valid.shape)
+            )
+            for one, valid in zip((first_kept, kept), self.valid, strict=True)
+        ]
+        self._push(second, first=own[0], second=own[1], first_second=first, second_first=second)
         self._waiting = None
 
     def _push(self, like: Tensor, **parts: Tensor) -> None:
@@ -169,6 +195,40 @@ class CoFold:
             StreamRows(self.rows[-1][:, :text], [row[:, :text] for row in self.rows], free, said),
             StreamRows(self.rows[-1][:, text:], [], free, said),
         )
+
+
+class CoHeads(CoFold):
+    """Rows of each head of the text's cross-attention, over everything merged below it."""
+
+    def take_weights(self, step: Step, weights: Tensor, residual: Tensor | None = None) -> None:
+        """Take attention of one layer."""
+        if step == "first_second" and self._matrix is not None:
+            text, kept, below = self.joint.sizes[0], self.settings.residual_of(0), self._matrix
+            read = self.read.to(below.dtype)
+            drawn = torch.einsum("bq,bhqk->bhk", read, weights.to(below.dtype)) @ below[:, text:]
+            own = torch.einsum("bq,bqk->bk", read, below[:, :text])
+            self.head_rows = [*getattr(self, "head_rows", []), (1 - kept) * drawn + kept * own[:, None]]
+        super().take_weights(step, weights, residual)
+
+    def streams(self) -> tuple[StreamRows, StreamRows]:
+        """Return the rows after the text's cross-attention in each layer; both streams together sum to 1."""
+        heads: list[Tensor] = getattr(self, "head_rows", [])
+        index, text = _index(self.settings.layer, len(heads)), self.joint.sizes[0]
+        rows = [chosen_head(one, self.settings) for one in heads]
+        free = torch.zeros(len(self.read), dtype=torch.bool, device=self.read.device)
+        said = {"head_disagreement": head_disagreement(heads[index].double())}
+        return (
+            StreamRows(rows[index][:, :text], [row[:, :text] for row in rows], free, said),
+            StreamRows(rows[index][:, text:], [row[:, text:] for row in rows], free, said),
+        )
+
+
+def co_fold(
+    settings: FoldSettings, valid: tuple[Tensor, Tensor], read: Tensor, *, verify: bool = False
+) -> CoFold:
+    """Return the fold of a method that looks at attention alone, or at a rollout of contributions."""
+    kind = CoHeads if settings.method == PER_HEAD else CoFold
+    return kind(settings, valid, read, verify=verify)
 
 
 def input_stacks(plan: CapturePlan) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ the second into the vectors of the encoder's positions and the residual, which c
 below. Their row-normalised sizes are the matrices of :func:`audit.methods.encoder_decoder_rollout`, with
 the residual's share in the place of a chosen weight (the decomposition of ALTI+: Ferrando et al., EMNLP
 2022, arXiv 2205.11631; of norms by the same rule). A gate scales what attention adds, and so its vectors.
+GlobEnc sends the sum that the feed-forward block takes through the norm behind that block as well.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class PartWatch:
     model : the model that `parts` were found in
     parts : mapping of attention path to Part
     settings : FoldSettings
-        Name ``norms`` or ``alti``, or have a measured residual.
+        Name ``norms``, ``globenc`` or ``alti``, or have a measured residual.
     verify : bool
         Compare attention × values, and the sum of all parts, with what the model computes.
     """
@@ -79,7 +80,8 @@ class PartWatch:
     @contextmanager
     def hooks(self) -> Iterator[None]:
         """Watch the modules of all parts."""
-        wanted = {p for part in self.parts.values() for p in (part.projection, part.residual[0], part.norm)}
+        each = [(p.projection, p.residual[0], p.norm, p.second) for p in self.parts.values()]
+        wanted = {path for paths in each for path in paths if path is not None}
         blocks = dict.fromkeys(part.block for part in self.parts.values())
         with ExitStack() as stack:
             for path in wanted - set(blocks):
@@ -154,7 +156,21 @@ class PartWatch:
             _check_sum(call, vectors.sum(2) + constant, output, self.valid(part.layer)[0][:, rows])
         if self.settings.method == "alti":
             return alti_contributions(vectors, output.to(vectors.dtype))
+        if self.settings.method == "globenc" and not part.followed:
+            vectors = self._behind_feed_forward(part, vectors, rows)
         return norm_contributions(vectors)
+
+    def _behind_feed_forward(self, part: Part, vectors: Tensor, rows: slice) -> Tensor:
+        """Return the vectors through the norm behind the feed-forward block, which is left out."""
+        if part.second is None:
+            raise CaptureError(
+                f"attention layer {part.layer.path}: no layer norm follows its feed-forward block, so "
+                "globenc would be norms; use the method norms"
+            )
+        norm = _layer_norm(self.modules[part.second], part.layer.path)
+        taken = self.pieces[part.second].taken
+        taken = taken.reshape(vectors.shape[0], -1, vectors.shape[-1])[:, rows]
+        return linearized_layer_norm(vectors, norm.weight, _deviation(norm, taken))
 
     def _vectors(self, part: Part, call: AttentionCall, hidden: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
         """Return the vectors of a block of queries, and what no key adds."""
@@ -219,7 +235,7 @@ def pair_contribution_batch(
     parts : mapping of attention path to Part
         From :func:`audit.capture.pair_parts.find_parts`.
     fold : CrossFold
-        Its settings name ``norms`` or ``alti``, or have a measured residual.
+        Its settings name ``norms``, ``globenc`` or ``alti``, or have a measured residual.
 
     Returns
     -------

@@ -21,23 +21,13 @@ WIRINGS: dict[str, str] = {
 }
 """What each wiring is called in a message."""
 
-_ONE_SUM = "it splits one sum of residual and attention for each layer, and such a layer has several"
 REFUSED: dict[str, dict[str, str]] = {
     "single": {},
     "towers": {},
-    "encoder-decoder": {
-        "globenc": "the second norm of a decoder layer follows its cross-attention, not the feed-forward "
-        "block; use norms or alti",
-        "value_zeroing": "a decoder layer's output without one value does not tell its two attentions apart; "
-        "use norms or alti",
-    },
+    "encoder-decoder": {},
     "co-attention": {
-        "per_head_rollout": "a head's index names other heads in each of its four kinds of attention; "
-        "use rollout",
-        "norms": _ONE_SUM,
-        "globenc": _ONE_SUM,
-        "alti": _ONE_SUM,
-        "value_zeroing": "its layers are not on the attention interface, so their values cannot be zeroed",
+        "value_zeroing": "a layer where streams cross attends twice, one after the other, so that the values "
+        "of the second hold what crossed in the first; use norms or alti",
     },
     "joined": {},
 }
@@ -49,7 +39,7 @@ def methods_of(wiring: str) -> tuple[str, ...]:
 
     Examples
     --------
-    >>> "globenc" in methods_of("single"), "globenc" in methods_of("encoder-decoder")
+    >>> "value_zeroing" in methods_of("single"), "value_zeroing" in methods_of("co-attention")
     (True, False)
     """
     return tuple(name for name in PARAMETERS if name not in REFUSED[wiring])
@@ -68,7 +58,7 @@ def check_pair_settings(settings: FoldSettings, wiring: str) -> None:
             f"[method] name = {settings.method!r} is not available for {WIRINGS[wiring]}: {why}"
         )
     by_stack = wiring in ("towers", "joined")
-    parameter = _unmeasured(settings) if by_stack else _meaningless(settings, wiring)
+    parameter = _unmeasured(settings) if by_stack else _meaningless(settings)
     if parameter is not None:
         raise ConfigError(f"[method] {parameter[0]} is not available for {WIRINGS[wiring]}: {parameter[1]}")
 
@@ -90,8 +80,8 @@ def check_joined_settings(settings: FoldSettings, plan: CapturePlan) -> None:
         )
     if crossed and settings.method in ("globenc", "value_zeroing"):
         raise ConfigError(
-            f"[method] {asked} is not available for blocks that attend to an image: "
-            f"{REFUSED['encoder-decoder'][settings.method]}"
+            f"[method] {asked} is not available for blocks that attend to an image: it "
+            "takes the layers of an encoder and of a decoder alone; use norms or alti"
         )
     last = {layer.path for layer in plan.layers if layer.stack == plan.stacks[-1]}
     if plan.pieces & last and settings.method == GRADIENT:
@@ -116,7 +106,7 @@ def _unmeasured(settings: FoldSettings) -> tuple[str, str] | None:
     return None
 
 
-def _meaningless(settings: FoldSettings, wiring: str) -> tuple[str, str] | None:
+def _meaningless(settings: FoldSettings) -> tuple[str, str] | None:
     """Return a parameter that says nothing about stacks of several kinds of attention, and why."""
     if settings.start_layer != 0:
         return "start_layer", "it does not say in which stack; leave it out"
@@ -129,8 +119,6 @@ def _meaningless(settings: FoldSettings, wiring: str) -> tuple[str, str] | None:
         return "same_head", "heads of self- and cross-attention do not correspond; leave it out"
     if isinstance(settings.residual, tuple):
         return "residual", "one number per layer does not say of which stack; give a single number"
-    if settings.residual == MEASURED and wiring == "co-attention":
-        return "residual", "'measured' is there for rollout on encoder-decoders; give a single number"
     if settings.form == "product":
         return "form", "the product form is defined for one stack of self-attention; use 'relevance'"
     return _unmeasured(settings)

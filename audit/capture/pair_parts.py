@@ -7,8 +7,8 @@ The scale is 1, or a gate: tanh of a single parameter of the block (Llama 3.2, i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -41,6 +41,10 @@ class Part:
         Whether the norm's output goes on as the residual.
     scale : float
         The gate, 1 without one.
+    second : str or None
+        The norm behind the feed-forward block, where that block takes the norm's output and adds to it.
+    followed : bool
+        Whether another attention of the block comes next, and not the feed-forward block.
     """
 
     layer: AttentionLayer
@@ -50,6 +54,8 @@ class Part:
     norm: str
     post: bool
     scale: float = 1.0
+    second: str | None = None
+    followed: bool = False
 
 
 def find_parts(model: nn.Module, plan: CapturePlan, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
@@ -81,7 +87,26 @@ def find_parts(model: nn.Module, plan: CapturePlan, tensors: Mapping[str, Tensor
 
     with _traced(inside) as traces, watched(plan, keep, None), torch.no_grad():
         run_model(model, tensors, attentions=plan.has_hooks, keep_logits=True)
-    return {layer.path: _part(layer, calls[layer.path], modules, traces) for layer in plan.layers}
+    parts = [_part(layer, calls[layer.path], modules, traces) for layer in plan.layers]
+    return {part.layer.path: _with_next(part, parts, modules, traces) for part in parts}
+
+
+def _with_next(
+    part: Part, parts: Sequence[Part], modules: Mapping[str, nn.Module], traces: Mapping[str, _Trace]
+) -> Part:
+    """Return a part with what comes after its sum."""
+    others = [one for one in parts if one.block == part.block and one is not part]
+    total = getattr(traces[part.norm], "given" if part.post else "taken")
+    if any(same(getattr(traces[one.residual[0]], one.residual[1]), total) for one in others):
+        return replace(part, followed=True)
+    last = traces[part.block].given
+    norms = [
+        path
+        for path, trace in traces.items()
+        if path.startswith(f"{part.block}.") and "norm" in type(modules[path]).__name__.lower()
+        if path != part.norm and same(trace.given, last)
+    ]
+    return replace(part, second=norms[0] if part.post and norms else None)
 
 
 def _part(

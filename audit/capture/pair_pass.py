@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from audit.capture.cells import cells_of
-from audit.capture.co_attention import CoFold, co_reads
+from audit.capture.co_attention import co_fold, co_reads
 from audit.capture.co_attribution import region_attributions
+from audit.capture.co_contributions import co_contribution_batch
 from audit.capture.co_relevance import (
     CoRelevanceFold,
     answer_logits,
@@ -30,6 +31,7 @@ from audit.capture.pair_gradient import RelevanceFold, relevance_batch
 from audit.capture.pair_parts import find_parts
 from audit.capture.pair_setup import PairSession
 from audit.capture.pair_targets import next_token_scores
+from audit.capture.pair_zeroing import pair_zeroing_batch
 from audit.capture.passes import exclusive
 from audit.capture.pooling import tower_root
 from audit.capture.scores import Score
@@ -102,12 +104,14 @@ def _encoder_decoder(
         )
         return relevance, outputs
     fold = cross_fold(plan, asked.fold, masks, read, verify=verify)
-    if asked.fold.method in ("norms", "alti") or asked.fold.residual == MEASURED:
+    if asked.fold.method in ("norms", "globenc", "alti") or asked.fold.residual == MEASURED:
         if not asked.parts:
             first = {name: tensor[:1] for name, tensor in tensors.items()}
             with exclusive(model, plan.configs):
                 asked.parts.update(find_parts(core_model(model), plan, first))
         return fold, pair_contribution_batch(model, plan, asked.parts, tensors, fold)
+    if asked.fold.method == "value_zeroing":
+        return fold, pair_zeroing_batch(model, plan, tensors, fold)
     return fold, run_pair(model, plan, tensors, fold.receive)
 
 
@@ -119,7 +123,9 @@ def _co_attention(
         relevance = CoRelevanceFold(masks, read, verify=verify)
         outputs = co_relevance_batch(model, plan, batch, tensors, relevance, wanted=asked.wanted)
         return relevance, outputs
-    fold = CoFold(asked.fold, masks, read, verify=verify)
+    fold = co_fold(asked.fold, masks, read, verify=verify)
+    if asked.fold.method in ("norms", "globenc", "alti") or asked.fold.residual == MEASURED:
+        return fold, co_contribution_batch(model, plan, tensors, fold)
     return fold, run_pair(model, plan, tensors, fold.receive)
 
 

@@ -25,7 +25,7 @@ from audit.errors import CaptureError
 from audit.methods.value_aware import identity_where_empty, value_zeroing_distances
 
 
-class _Zeroing:
+class Zeroing:
     """Runs every layer again without the value of one position, for each position."""
 
     def __init__(self, model: nn.Module, blocks: Mapping[str, Block], fold: BatchFold, verify: bool) -> None:
@@ -36,6 +36,7 @@ class _Zeroing:
         self.again = False
 
     def attend(self, call: KernelCall) -> tuple[Tensor, Tensor | None]:
+        """Run one attention, without the value of one key where the layer runs again."""
         self.seen[call.path] += 1
         if self.again:
             value = call.value.clone()
@@ -53,6 +54,7 @@ class _Zeroing:
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
+        """Run every layer again when it ends."""
         with ExitStack() as stack:
             for path in dict.fromkeys(block.layer for block in self.blocks.values()):
                 layer = self.modules[path]
@@ -63,19 +65,22 @@ class _Zeroing:
         whole = first_output(output)
         if whole is None:
             raise CaptureError(f"{type(module).__name__} returns no hidden states; use the method rollout")
-        batch, length, dim = whole.shape
-        size = max(1, BLOCK_ENTRIES // (batch * length * dim))
-        distances = [
-            value_zeroing_distances(
-                whole, self._without(module, args, kwargs, range(length)[start : start + size])
-            )
-            for start in range(0, length, size)
-        ]
-        matrix = torch.cat(distances, dim=-1)
+        matrix = self._distances(module, args, kwargs, whole, whole.shape[1])
         matrix = matrix / matrix.sum(-1, keepdim=True).clamp_min(torch.finfo(matrix.dtype).tiny)
         matrix, empty = identity_where_empty(torch.where(self.fold.valid[:, :, None], matrix, 0.0))
         self.fold.empty_rows += empty - (~self.fold.valid).sum(dim=1)
         self.fold.push(matrix)
+
+    def _distances(self, module: nn.Module, args: Any, kwargs: Any, whole: Tensor, keys: int) -> Tensor:
+        """Return how far each output turns without the value of each of `keys`: (batch, query, key)."""
+        size = max(1, BLOCK_ENTRIES // whole.numel())
+        distances = [
+            value_zeroing_distances(
+                whole, self._without(module, args, kwargs, range(keys)[start : start + size])
+            )
+            for start in range(0, keys, size)
+        ]
+        return torch.cat(distances, dim=-1)
 
     def _without(self, module: nn.Module, args: Any, kwargs: Any, keys: range) -> Tensor:
         """Return the layer's output without the value of each key: (batch, query, key, dim)."""
@@ -111,7 +116,7 @@ def zeroing_batch(
     """
     refuse_hooks(plan)
     core = core_model(model)
-    run = _Zeroing(core, blocks, fold, verify)
+    run = Zeroing(core, blocks, fold, verify)
     with exclusive(model, plan.configs), ExitStack() as stack:
         called = stack.enter_context(counted_calls(plan.modules()))
         stack.enter_context(interface_capture(plan.modules(), plan.configs, Replacing(run.attend)))

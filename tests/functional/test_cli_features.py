@@ -55,11 +55,12 @@ def lxmert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def configured(folder: Path, models: Path, method: str = "rollout", **changes: Any) -> Path:
-    more = f'[method]\nname = "{method}"\n[report]\ncontent = "excerpt"\n'
+    given = {"shap": "samples = 2\n", "lime": "samples = 8\n", "integrated_gradients": "steps = 8\n"}
+    more = f'[method]\nname = "{method}"\n{given.get(method, "")}[report]\ncontent = "excerpt"\n'
     return tiny.write_config(folder, models=models, regions=ASKED, rules=RULES, more=more, **changes)
 
 
-@pytest.mark.parametrize("name", methods_of("co-attention"))
+@pytest.mark.parametrize("name", ["rollout", "attention_flow", "gradient_rollout", "alti", "occlusion"])
 def test_an_audit_judges_both_streams_and_reports_them(
     audit: Any, lxmert: Path, tmp_path: Path, name: str
 ) -> None:
@@ -88,6 +89,20 @@ def test_an_audit_judges_both_streams_and_reports_them(
     inside = np.clip(0.5 - boxes_of(0)[:5, 0], 0, 0.4) / (boxes_of(0)[:5, 2] - boxes_of(0)[:5, 0])
     reliance = store.reliance(run).filter(probe_id=probe.id, region="left", stream="image")
     assert reliance["share"].item() == pytest.approx(float(stored.weights @ inside), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", methods_of("co-attention"))
+def test_every_method_runs_on_few_probes(audit: Any, lxmert: Path, tmp_path: Path, name: str) -> None:
+    write_probes(tmp_path, count=4)
+    done = audit("run", configured(tmp_path, lxmert, name), "--json")
+    assert done.code in (ExitCode.FAIL, ExitCode.INCONCLUSIVE), done.err
+    for run in Store("store").runs():
+        maps = Store("store").maps(run["run_id"])
+        assert sorted(maps["stream"].unique()) == ["image", "text"]
+        sums = [sum(row) for row in maps["weights"].to_list()]
+        assert len(sums) == 8
+        if name != "grad_cam":  # where nothing speaks for the target it has no map
+            assert sums == pytest.approx([1.0] * 8, abs=1e-5)
 
 
 @pytest.mark.parametrize(

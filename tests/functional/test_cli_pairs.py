@@ -75,10 +75,22 @@ def test_towers_explain_their_similarity_without_target_or_label(audit, folder, 
     assert streams(audit, path) == ["image", "text"]
 
 
+@pytest.mark.parametrize("name", ["grad_cam", "lrp", "globenc", "value_zeroing"])
+def test_an_audit_judges_the_share_of_a_word_of_the_source(audit, folder, tmp_path, name):
+    rule = '[[gate.rules]]\nregion = "word"\nkind = "limit"\nfail = 0.9\n[report]\nconfirm = false\n'
+    regions = 'target = "film"\n[regions]\nword = { terms = ["very"] }\n'
+    method = f'name = "{name}"\nrow = "decoder:0"\n{rule}'
+    path = config(folder, tmp_path / "audit.toml", "bart", method, regions)
+    done = audit("run", path, "--json")
+    assert done.code in (ExitCode.FAIL, ExitCode.INCONCLUSIVE, 0), done.err
+    streams = {rule["stream"] for rule in done.json["rules"]}
+    assert "source" in streams
+    assert all(rule["n_probes"] for rule in done.json["rules"] if rule["stream"] == "source")
+
+
 @pytest.mark.parametrize(
     ("model", "method", "code", "why"),
     [
-        ("bart", 'name = "globenc"', 10, "'globenc' is not available for an encoder-decoder"),
         ("bart", 'name = "gradient_rollout"', 11, "target 'negative' is no token of the checkpoint"),
         ("bart", 'name = "rollout"\nstart_layer = 1', 10, "start_layer is not available"),
         ("siglip", 'name = "rollout"\nrow = "decoder:1"', 13, "'decoder:1' is not available for two towers"),

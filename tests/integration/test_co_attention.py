@@ -149,11 +149,10 @@ def test_every_method_gives_two_maps_that_do_not_depend_on_the_batch(name: str) 
             np.testing.assert_allclose(one.weights, other.weights, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["globenc", "value_zeroing"])
-def test_what_has_no_meaning_for_two_streams_is_refused(name: str) -> None:
+def test_what_has_no_meaning_for_two_streams_is_refused() -> None:
     subject = lxmert()
-    with pytest.raises(ConfigError, match=f"'{name}' is not available for two streams"):
-        list(capture_prepared(subject, inputs(subject), method=Method(name)))
+    with pytest.raises(ConfigError, match="'value_zeroing' is not available for two streams"):
+        list(capture_prepared(subject, inputs(subject), method=Method("value_zeroing")))
 
 
 def test_gradients_need_the_head_that_answers() -> None:

@@ -194,8 +194,8 @@ def test_the_measured_residual_is_that_of_each_sum(make: Callable[[], Checkpoint
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("globenc", "the second norm of a decoder layer follows its cross-attention"),
-        ("value_zeroing", "does not tell its two attentions apart; use norms or alti"),
+        ("globenc", "it takes the layers of an encoder and of a decoder alone; use norms or alti"),
+        ("value_zeroing", "it takes the layers of an encoder and of a decoder alone; use norms or alti"),
     ],
 )
 def test_what_does_not_tell_two_attentions_apart_is_refused(name: str, why: str) -> None:

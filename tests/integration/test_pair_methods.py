@@ -19,7 +19,7 @@ from audit.capture.pair_gradient import RelevanceFold, relevance_batch
 from audit.capture.pair_methods import methods_of
 from audit.capture.passes import active_plan
 from audit.capture.texts import encode_texts
-from audit.errors import ConfigError, ProbeError
+from audit.errors import ProbeError
 from audit.methods import encoder_decoder_relevance, encoder_decoder_rollout, two_stream_relevance
 from audit.methods.two_stream import CoAttention, SelfAttention
 from audit.records import CaptureSettings, Checkpoint, Method
@@ -330,14 +330,6 @@ def test_every_method_runs_from_the_public_interface(name: str) -> None:
     assert [one.stream for one in maps] == ["source", "prefix"] * 2
     for one in maps:
         assert one.weights.sum() == pytest.approx(1, abs=1e-5) or one.diagnostics["undefined"] == 1.0
-
-
-@pytest.mark.parametrize(
-    ("name", "why"), [("globenc", "second norm"), ("value_zeroing", "two attentions apart")]
-)
-def test_what_cannot_be_exact_is_refused_with_its_reason(name: str, why: str) -> None:
-    with pytest.raises(ConfigError, match=f"'{name}' is not available for an encoder-decoder: .*{why}"):
-        list(capture(seq2seq("bart"), PROBES, method=Method(name)))
 
 
 def test_a_prefix_that_gives_nothing_has_no_map_and_no_share() -> None:

@@ -278,5 +278,4 @@ def test_parameters_that_name_one_stack_are_refused_where_there_are_several_kind
 def test_measured_residuals_are_there_for_rollout_alone(wiring):
     with pytest.raises(ConfigError, match=r"\[method\] residual is not available"):
         check_pair_settings(FoldSettings("attention_flow", residual="measured"), wiring)
-    if wiring != "co-attention":
-        check_pair_settings(FoldSettings("rollout", residual="measured"), wiring)
+    check_pair_settings(FoldSettings("rollout", residual="measured"), wiring)
