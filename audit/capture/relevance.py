@@ -131,10 +131,29 @@ def only_added(core: Any, *tables: Any) -> Iterator[list[Tensor]]:
             parameter.requires_grad_(False)
         for parameter in unique:
             parameter.requires_grad_(True)
-        yield unique
+        with _fixed_positions(core, unique):
+            yield unique
     finally:
         for parameter, flag in flags:
             parameter.requires_grad_(flag)
+
+
+@contextmanager
+def _fixed_positions(core: Any, added: list[Tensor]) -> Iterator[None]:
+    """Add what modules give that hold fixed numbers alone: M2M100's sinusoids, cut off from any gradient."""
+
+    def collect(_module: nn.Module, _args: Any, output: Any) -> Tensor | None:
+        if not isinstance(output, Tensor) or output.requires_grad or not output.is_floating_point():
+            return None
+        added.append(output.detach().requires_grad_())
+        return added[-1]
+
+    with ExitStack() as stack:
+        for path, module in core.named_modules():
+            named = any(part in path.rpartition(".")[2] for part in _ADDED)
+            if named and not any(True for _ in module.parameters()) and any(True for _ in module.buffers()):
+                stack.callback(module.register_forward_hook(own_thread(collect)).remove)
+        yield
 
 
 def _embeddings(core: Any) -> Any:

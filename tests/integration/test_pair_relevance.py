@@ -15,19 +15,22 @@ from audit.capture.inputs import Encoded
 from audit.capture.texts import encode_texts
 from audit.errors import CaptureError, ConfigError
 from audit.records import CaptureSettings, Checkpoint, Method
-from tests.integration.test_capture_streams import seq2seq
+from tests.integration.test_capture_streams import SIZES, seq2seq
 from tests.integration.test_image_text_attribution import (
     held_softmaxes,
     slow_grad_cam,
     taken,
     with_constants,
 )
-from tests.integration.tiny_models import text_probes
+from tests.integration.tiny_models import build, checkpoint, text_probes, word_tokenizer
 from tests.integration.tiny_sound import sound_probes, whisper
 
 STEP, TARGET = 2, 7
 PROBES = text_probes()[:2]
 ROW = f"decoder:{STEP}"
+
+
+M2M100 = {"pad_token_id": 0, "eos_token_id": 3, "decoder_start_token_id": 0, "vocab_size": 30}
 
 
 def with_steps(subject: Checkpoint) -> Encoded:
@@ -49,6 +52,9 @@ SUBJECTS = {
     "bart": lambda: seq2seq("bart", scale_embedding=True),
     "marian": scaled_marian,
     "mbart": lambda: seq2seq("mbart", "sdpa"),
+    "m2m_100": lambda: checkpoint(  # its sinusoids are no parameters
+        build("M2M100ForConditionalGeneration", attention="eager", **SIZES, **M2M100), word_tokenizer()
+    ),
     "whisper": whisper,
 }
 
