@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from audit.capture.inputs import Encoded
-from audit.capture.question import Question
-from audit.capture.scores import Score
+from audit.capture.attributions.question import Question
+from audit.capture.inputs.encoded import Encoded
+from audit.capture.outputs.scores import Score
 from audit.records import Checkpoint, CheckpointInfo, Positions, Probe
 from tests.integration.tiny_models import word_tokenizer
 

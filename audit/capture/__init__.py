@@ -8,11 +8,11 @@ beforehand what would fail later; `occlude` removes a region and watches the tar
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from audit.capture.attributions.occlusion import Occlusion, occlude, occluded_scores
+    from audit.capture.attributions.shuffling import cascade, shuffled
     from audit.capture.head_weights import HeadFit, fit_head_weights
-    from audit.capture.occlusion import Occlusion, occlude, occluded_scores
+    from audit.capture.inputs.windows import probe_windows
     from audit.capture.session import Opened, capture, check_determinism, check_probes
-    from audit.capture.shuffling import cascade, shuffled
-    from audit.capture.windows import probe_windows
 
 __all__ = [
     "HeadFit",
@@ -33,13 +33,13 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # transformers takes seconds to import: only when something is captured.
     if name in ("Occlusion", "occlude", "occluded_scores"):
-        from audit.capture import occlusion as module
+        from audit.capture.attributions import occlusion as module
     elif name in ("cascade", "shuffled"):
-        from audit.capture import shuffling as module  # type: ignore[no-redef]
+        from audit.capture.attributions import shuffling as module  # type: ignore[no-redef]
     elif name in ("HeadFit", "fit_head_weights"):
         from audit.capture import head_weights as module  # type: ignore[no-redef]
     elif name == "probe_windows":
-        from audit.capture import windows as module  # type: ignore[no-redef]
+        from audit.capture.inputs import windows as module  # type: ignore[no-redef]
     elif name in __all__:
         from audit.capture import session as module  # type: ignore[no-redef]
     else:

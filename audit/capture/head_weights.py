@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from audit.capture.batches import stack, valid_positions
-from audit.capture.engine import BatchFold
-from audit.capture.inputs import Encoded, core_model
-from audit.capture.passes import fold_batch
-from audit.capture.predictions import Target
+from audit.capture.attention.passes import fold_batch
+from audit.capture.engines.fold import BatchFold
+from audit.capture.engines.settings import FoldSettings
+from audit.capture.inputs.batches import stack, valid_positions
+from audit.capture.inputs.encoded import Encoded, core_model
+from audit.capture.inputs.windows import probe_windows
+from audit.capture.outputs.predictions import Target
 from audit.capture.session import capture
-from audit.capture.settings import FoldSettings
 from audit.capture.single_session import Session, open_single, read_weights
-from audit.capture.windows import probe_windows
 from audit.errors import CaptureError, ProbeError
 from audit.records import CaptureSettings, Checkpoint, Method, Probe
 

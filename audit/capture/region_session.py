@@ -14,23 +14,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from audit.capture.batches import beginning, stack
-from audit.capture.check import check_alone, same_tensors
-from audit.capture.inputs import Encoded, core_model
-from audit.capture.interface import KernelCall
-from audit.capture.layers import plan_capture
-from audit.capture.mixing import check_mixing
-from audit.capture.passes import exclusive, run_model
-from audit.capture.predictions import Target, check_targets, first_tensor, targets_by_probe
-from audit.capture.region_forward import (
+from audit.capture.attention.check import check_alone, same_tensors
+from audit.capture.attention.interface import KernelCall
+from audit.capture.attention.layers import plan_capture
+from audit.capture.attention.mixing import check_mixing
+from audit.capture.attention.passes import exclusive, run_model
+from audit.capture.engines.region_forward import (
     RegionFold,
     refusal,
     region_batch,
     sees_no_future,
     settings_refusal,
 )
+from audit.capture.engines.settings import FoldSettings
+from audit.capture.inputs.batches import beginning, stack
+from audit.capture.inputs.encoded import Encoded, core_model
+from audit.capture.inputs.windows import probe_windows
+from audit.capture.outputs.predictions import Target, check_targets, first_tensor, targets_by_probe
 from audit.capture.session import capture_windows
-from audit.capture.settings import FoldSettings
 from audit.capture.single_session import (
     VERIFIED_PROBES,
     Session,
@@ -39,7 +40,6 @@ from audit.capture.single_session import (
     open_single,
     window_plan,
 )
-from audit.capture.windows import probe_windows
 from audit.errors import CaptureError
 from audit.records import Captured, CaptureSettings, Checkpoint, FloatArray, Method, Positions, Probe
 

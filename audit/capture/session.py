@@ -6,17 +6,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from audit.capture.engine import FoldSettings
-from audit.capture.inputs import Encoded, core_model
-from audit.capture.joined_session import JoinedSession, capture_joined, open_joined, verify_joined
-from audit.capture.layers import plan_capture
-from audit.capture.pair_session import PairSession, capture_pairs, verify_pairs
-from audit.capture.predictions import (
+from audit.capture.attention.layers import plan_capture
+from audit.capture.engines.fold import FoldSettings
+from audit.capture.inputs.encoded import Encoded, core_model
+from audit.capture.inputs.strides import check_stride, merge_windows
+from audit.capture.inputs.texts import check_texts, position_limit
+from audit.capture.inputs.windows import has_two_towers, probe_windows
+from audit.capture.joined.session import JoinedSession, capture_joined, open_joined, verify_joined
+from audit.capture.outputs.predictions import (
     Target,
     check_targets,
     class_names,
     targets_by_probe,
 )
+from audit.capture.pairs.session import PairSession, capture_pairs, verify_pairs
 from audit.capture.single_session import (
     Progress,
     Session,
@@ -26,9 +29,6 @@ from audit.capture.single_session import (
     verify,
     window_plan,
 )
-from audit.capture.strides import check_stride, merge_windows
-from audit.capture.texts import check_texts, position_limit
-from audit.capture.windows import has_two_towers, probe_windows
 from audit.records import Captured, CaptureSettings, Checkpoint, Method, Probe
 
 

@@ -12,26 +12,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from audit.capture.batches import beginning, in_order, length_batches, stack, valid_positions
-from audit.capture.check import check_alone, same_tensors
-from audit.capture.engine import FoldSettings
-from audit.capture.inputs import Encoded, core_model
-from audit.capture.layers import CapturePlan, plan_capture
-from audit.capture.maps import stream_map, undefined_map
-from audit.capture.method_pass import Engine, Fold
-from audit.capture.mixing import check_mixing
-from audit.capture.passes import active_plan, exclusive, run_model
-from audit.capture.positions import with_sink_position
-from audit.capture.predictions import (
+from audit.capture.attention.check import check_alone, same_tensors
+from audit.capture.attention.layers import CapturePlan, plan_capture
+from audit.capture.attention.mixing import check_mixing
+from audit.capture.attention.passes import active_plan, exclusive, run_model
+from audit.capture.attention.switching import fewest_positions
+from audit.capture.engines.fold import FoldSettings
+from audit.capture.engines.maps import stream_map, undefined_map
+from audit.capture.engines.method_pass import Engine, Fold
+from audit.capture.engines.settings import FLOW
+from audit.capture.inputs.batches import beginning, in_order, length_batches, stack, valid_positions
+from audit.capture.inputs.encoded import Encoded, core_model
+from audit.capture.inputs.positions import with_sink_position
+from audit.capture.outputs.predictions import (
     class_names,
     first_tensor,
     predictions,
 )
-from audit.capture.rows import OutputRow, decide_row, row_weights
-from audit.capture.settings import FLOW
-from audit.capture.spans import Span, answer_ends
-from audit.capture.switching import fewest_positions
-from audit.capture.targets import require_head
+from audit.capture.outputs.rows import OutputRow, decide_row, row_weights
+from audit.capture.outputs.spans import Span, answer_ends
+from audit.capture.outputs.targets import require_head
 from audit.errors import CaptureError
 from audit.records import Captured, CaptureSettings, Checkpoint, Method
 
@@ -204,7 +204,7 @@ def read_weights(session: Session, batch: Sequence[Encoded]) -> NDArray[np.float
 
 
 def _answer_ends(session: Session, batch: Sequence[Encoded]) -> list[Span]:
-    """Return where the answer of each probe starts and ends; see :func:`audit.capture.spans.answer_ends`."""
+    """Return where the answer of each probe starts and ends; see :mod:`audit.capture.outputs.spans`."""
     model, configs = session.checkpoint.model, session.plan.configs
     with exclusive(model, configs):
         outputs = run_model(model, stack(batch))

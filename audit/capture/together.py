@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from audit.capture.batches import stack
-from audit.capture.engine import BatchFold
-from audit.capture.inputs import Encoded, core_model
-from audit.capture.layers import plan_capture
-from audit.capture.method_pass import weight_fold
-from audit.capture.passes import fold_batch
-from audit.capture.predictions import Target, check_targets, targets_by_probe
-from audit.capture.scratch import Scratch
+from audit.capture.attention.layers import plan_capture
+from audit.capture.attention.passes import fold_batch
+from audit.capture.attention.scratch import Scratch
+from audit.capture.engines.fold import BatchFold
+from audit.capture.engines.method_pass import weight_fold
+from audit.capture.inputs.batches import stack
+from audit.capture.inputs.encoded import Encoded, core_model
+from audit.capture.inputs.windows import probe_windows
+from audit.capture.outputs.predictions import Target, check_targets, targets_by_probe
 from audit.capture.session import AnySession, open_session, run_session
 from audit.capture.single_session import Session, captured_batch, inputs_of
-from audit.capture.windows import probe_windows
 from audit.errors import ConfigError
 from audit.records import Captured, CaptureSettings, Checkpoint, Method, Probe
 

@@ -8,16 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from audit.capture.engine import BatchFold
-from audit.capture.inputs import Encoded
-from audit.capture.layers import CapturePlan, plan_capture
-from audit.capture.passes import active_plan, exclusive, fold_batch, run_model
-from audit.capture.pictures import Picture
-from audit.capture.predictions import first_tensor
+from audit.capture.attention.layers import CapturePlan, plan_capture
+from audit.capture.attention.passes import active_plan, exclusive, fold_batch, run_model
+from audit.capture.attention.streams import stream_positions
+from audit.capture.engines.fold import BatchFold
+from audit.capture.engines.settings import FoldSettings
+from audit.capture.inputs.encoded import Encoded
+from audit.capture.inputs.pictures import Picture
+from audit.capture.joined.windowed import has_windows
+from audit.capture.outputs.predictions import first_tensor
 from audit.capture.session import capture_prepared
-from audit.capture.settings import FoldSettings
-from audit.capture.streams import stream_positions
-from audit.capture.windowed import has_windows
 from audit.coverage import UNEXPECTED, Coverage
 from audit.coverage.configs import build_model
 from audit.coverage.inputs import random_inputs

@@ -12,10 +12,10 @@ import torch
 import transformers
 
 import audit
-from audit.capture.batches import length_batches, stack
-from audit.capture.inputs import core_model
-from audit.capture.passes import frozen, run_model
-from audit.capture.texts import encode_texts
+from audit.capture.attention.passes import frozen, run_model
+from audit.capture.inputs.batches import length_batches, stack
+from audit.capture.inputs.encoded import core_model
+from audit.capture.inputs.texts import encode_texts
 from audit.pipeline import capture_run, plan_run
 from audit.probes import read_probes
 from audit.records import CaptureSettings

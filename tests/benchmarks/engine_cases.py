@@ -12,19 +12,19 @@ import torch
 import transformers
 from torch import Tensor
 
-from audit.capture.blocks import find_blocks
-from audit.capture.engine import BatchFold
-from audit.capture.gradient import GradientFold, gradient_batch, gradient_leaf
-from audit.capture.inputs import Encoded
-from audit.capture.interface import KernelCall, Replacing, interface_capture
-from audit.capture.layers import CapturePlan, plan_capture
-from audit.capture.passes import exclusive, fold_batch, run_model
-from audit.capture.region_forward import RegionFold, region_batch
-from audit.capture.row_backward import row_batch
-from audit.capture.row_fold import RowFold, row_fold_batch
-from audit.capture.scratch import Scratch
-from audit.capture.settings import FoldSettings
-from audit.capture.split_rows import SplitRowFold, split_row_batch
+from audit.capture.attention.interface import KernelCall, Replacing, interface_capture
+from audit.capture.attention.layers import CapturePlan, plan_capture
+from audit.capture.attention.passes import exclusive, fold_batch, run_model
+from audit.capture.attention.scratch import Scratch
+from audit.capture.engines.blocks import find_blocks
+from audit.capture.engines.fold import BatchFold
+from audit.capture.engines.gradient import GradientFold, gradient_batch, gradient_leaf
+from audit.capture.engines.region_forward import RegionFold, region_batch
+from audit.capture.engines.row_backward import row_batch
+from audit.capture.engines.row_fold import RowFold, row_fold_batch
+from audit.capture.engines.settings import FoldSettings
+from audit.capture.engines.split_rows import SplitRowFold, split_row_batch
+from audit.capture.inputs.encoded import Encoded
 from audit.methods.gradient import gradient_map, gradient_rollout
 from audit.records import Checkpoint, CheckpointInfo, Positions, Probe
 

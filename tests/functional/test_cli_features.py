@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from audit.capture import capture
-from audit.capture.pair_methods import methods_of
+from audit.capture.pairs.methods import methods_of
 from audit.errors import ExitCode
 from audit.models import load_checkpoint
 from audit.probes import read_probes

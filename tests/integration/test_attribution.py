@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from audit.capture import capture
-from audit.capture.attribution import _integrated_gradients
-from audit.capture.occlusion import occluded
-from audit.capture.question import Question
-from audit.capture.relevance import conserving, relevance
-from audit.capture.sampling import lime, shapley
+from audit.capture.attributions.attribution import _integrated_gradients
+from audit.capture.attributions.occlusion import occluded
+from audit.capture.attributions.question import Question
+from audit.capture.attributions.relevance import conserving, relevance
+from audit.capture.attributions.sampling import lime, shapley
 from audit.errors import CaptureError, CheckpointError, ConfigError
 from audit.records import Method
 from tests.integration.test_capture_families import family_checkpoint, family_probes

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from audit.capture import batches, capture
-from audit.capture.gradient import gradient_leaf
-from audit.capture.hooks import hook_capture
-from audit.capture.layers import plan_capture
-from audit.capture.passes import active_plan, exclusive, run_model, watched
+from audit.capture import capture
+from audit.capture.attention.hooks import hook_capture
+from audit.capture.attention.layers import plan_capture
+from audit.capture.attention.passes import active_plan, exclusive, run_model, watched
+from audit.capture.engines.gradient import gradient_leaf
+from audit.capture.inputs import batches
 from audit.coverage.configs import build_model, model_class, tiny_config
 from audit.errors import CaptureError
 from audit.records import Method, Probe

@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from audit.capture import capture
-from audit.capture.inputs import encode_image
-from audit.capture.texts import encode_texts
+from audit.capture.inputs.encoded import encode_image
+from audit.capture.inputs.texts import encode_texts
 from audit.records import CaptureSettings, Checkpoint, Method, Probe
 from tests.integration.tiny_models import (
     TEXT_FAMILIES,

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 import audit
 from audit.capture import capture
-from audit.capture.image_text import ImageTextEncoder
-from audit.capture.links import feeds
-from audit.capture.pieces import join_pieces
-from audit.capture.positions import image_geometry
+from audit.capture.attention.pieces import join_pieces
+from audit.capture.inputs.image_text import ImageTextEncoder
+from audit.capture.inputs.positions import image_geometry
+from audit.capture.joined.links import feeds
 from audit.errors import CaptureError, ProbeError
 from audit.media import save_image
 from audit.pipeline import run_audit
@@ -440,7 +440,7 @@ def test_feeding_is_told_for_any_assignment(rows: int) -> None:
 
 
 def test_pieces_out_of_order_are_refused() -> None:
-    from audit.capture.interface import AttentionCall
+    from audit.capture.attention.interface import AttentionCall
 
     value = torch.randn(1, 2, 6, 3, generator=torch.Generator().manual_seed(0))
     weights = torch.eye(3).repeat(1, 2, 1, 1)

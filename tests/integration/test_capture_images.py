@@ -9,8 +9,8 @@ import transformers
 from scipy.ndimage import gaussian_filter
 
 from audit.capture import capture, occlude
-from audit.capture.inputs import encode_image
-from audit.capture.texts import encode_texts
+from audit.capture.inputs.encoded import encode_image
+from audit.capture.inputs.texts import encode_texts
 from audit.records import CaptureSettings, Probe, Region
 from audit.regions import region_weights
 from tests.integration.tiny_models import (

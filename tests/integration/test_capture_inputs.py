@@ -14,9 +14,9 @@ import torch
 import transformers
 
 from audit.capture import capture, check_probes
-from audit.capture.inputs import encode_image
-from audit.capture.rows import decide_row, head_gradient
-from audit.capture.texts import encode_texts, position_limit
+from audit.capture.inputs.encoded import encode_image
+from audit.capture.inputs.texts import encode_texts, position_limit
+from audit.capture.outputs.rows import decide_row, head_gradient
 from audit.errors import ConfigError, ProbeError
 from audit.records import CaptureSettings, Checkpoint, Method, Probe
 from tests.integration.tiny_models import (

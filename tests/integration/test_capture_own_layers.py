@@ -8,10 +8,10 @@ import threading
 import pytest
 import torch
 
-from audit.capture.hooks import hook_capture
-from audit.capture.layers import plan_capture
-from audit.capture.mixing import check_mixing
-from audit.capture.passes import active_plan, exclusive, run_model
+from audit.capture.attention.hooks import hook_capture
+from audit.capture.attention.layers import plan_capture
+from audit.capture.attention.mixing import check_mixing
+from audit.capture.attention.passes import active_plan, exclusive, run_model
 from audit.coverage.checks import examine
 from audit.coverage.configs import build_model
 from audit.errors import CaptureError

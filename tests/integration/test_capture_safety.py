@@ -15,12 +15,12 @@ import transformers
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from audit.capture import capture, check_determinism
-from audit.capture.check import check_values
-from audit.capture.engine import BatchFold, FoldSettings
-from audit.capture.hooks import hook_capture
-from audit.capture.interface import AttentionCall, interface_capture
-from audit.capture.layers import plan_capture
-from audit.capture.passes import fold_batch
+from audit.capture.attention.check import check_values
+from audit.capture.attention.hooks import hook_capture
+from audit.capture.attention.interface import AttentionCall, interface_capture
+from audit.capture.attention.layers import plan_capture
+from audit.capture.attention.passes import fold_batch
+from audit.capture.engines.fold import BatchFold, FoldSettings
 from audit.errors import CaptureError
 from audit.records import Captured, Checkpoint
 from tests.integration.tiny_models import (

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from audit.capture.inputs import Encoded
-from audit.capture.pair_methods import methods_of
-from audit.capture.region_inputs import encode_regions
+from audit.capture.inputs.encoded import Encoded
+from audit.capture.inputs.region_inputs import encode_regions
+from audit.capture.pairs.methods import methods_of
 from audit.capture.session import capture_prepared
 from audit.errors import CaptureError, CheckpointError, ConfigError, ProbeError
 from audit.methods import two_stream_relevance

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from audit.capture.inputs import Encoded
+from audit.capture.inputs.encoded import Encoded
 from audit.capture.session import capture_prepared
 from audit.errors import ConfigError
 from audit.records import Captured, Checkpoint, Method

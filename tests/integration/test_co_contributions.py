@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from audit.capture.inputs import Encoded
+from audit.capture.inputs.encoded import Encoded
 from audit.capture.session import capture_prepared
 from audit.errors import CaptureError, ConfigError
 from audit.records import Checkpoint, Map, Method

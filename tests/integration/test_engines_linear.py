@@ -12,17 +12,17 @@ import pytest
 import torch
 
 import audit
-from audit.capture import query_blocks
-from audit.capture.batches import valid_positions
-from audit.capture.engine import BatchFold
-from audit.capture.inputs import core_model
-from audit.capture.interface import Replacing, interface_capture
-from audit.capture.layers import plan_capture
-from audit.capture.passes import exclusive, fold_batch, run_model
-from audit.capture.region_forward import RegionFold, region_batch
-from audit.capture.row_backward import row_batch, rows_times_attention
-from audit.capture.settings import FoldSettings
-from audit.capture.texts import encode_texts
+from audit.capture.attention.interface import Replacing, interface_capture
+from audit.capture.attention.layers import plan_capture
+from audit.capture.attention.passes import exclusive, fold_batch, run_model
+from audit.capture.engines import query_blocks
+from audit.capture.engines.fold import BatchFold
+from audit.capture.engines.region_forward import RegionFold, region_batch
+from audit.capture.engines.row_backward import row_batch, rows_times_attention
+from audit.capture.engines.settings import FoldSettings
+from audit.capture.inputs.batches import valid_positions
+from audit.capture.inputs.encoded import core_model
+from audit.capture.inputs.texts import encode_texts
 from audit.errors import CaptureError
 from audit.methods import attention_rollout
 from audit.records import CaptureSettings, Checkpoint, Method, Probe
@@ -287,11 +287,11 @@ def test_rows_refuse_what_is_no_product():
 
 MEMORY = """
 import resource, sys, torch, transformers
-from audit.capture.interface import Replacing, interface_capture
-from audit.capture.layers import plan_capture
-from audit.capture.region_forward import RegionFold, region_batch
-from audit.capture.row_backward import row_batch, rows_times_attention
-from audit.capture.settings import FoldSettings
+from audit.capture.attention.interface import Replacing, interface_capture
+from audit.capture.attention.layers import plan_capture
+from audit.capture.engines.region_forward import RegionFold, region_batch
+from audit.capture.engines.row_backward import row_batch, rows_times_attention
+from audit.capture.engines.settings import FoldSettings
 n = int(sys.argv[1])
 torch.set_num_threads(1)
 config = transformers.BertConfig(vocab_size=50, hidden_size=64, num_hidden_layers=2, num_attention_heads=8,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from audit.capture import capture, cascade, shuffled
-from audit.capture.attribution import _occlusion
+from audit.capture.attributions.attribution import _occlusion
 from audit.config import load_config, parse_config
 from audit.errors import ConfigError
 from audit.faithfulness import summarise

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from audit.capture import capture
-from audit.capture.image_text import ImageTextEncoder
-from audit.capture.inputs import Encoded
+from audit.capture.inputs.encoded import Encoded
+from audit.capture.inputs.image_text import ImageTextEncoder
 from audit.errors import CaptureError, ConfigError
 from audit.records import CaptureSettings, Checkpoint, Map, Method, Probe
 from tests.integration.test_capture_image_text import by_stream

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from audit.capture import capture
-from audit.capture.image_text import ImageTextEncoder
+from audit.capture.inputs.image_text import ImageTextEncoder
 from audit.errors import CheckpointError, ConfigError
 from audit.records import CaptureSettings, Checkpoint, Method, Probe
 from tests.integration.test_capture_image_text import (

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from audit.capture import capture
-from audit.capture.image_text import ImageTextEncoder
-from audit.capture.inputs import encode_image
+from audit.capture.inputs.encoded import encode_image
+from audit.capture.inputs.image_text import ImageTextEncoder
 from audit.errors import CaptureError
 from audit.records import CaptureSettings, Checkpoint, Method, Probe
 from tests.integration.test_capture_image_text import CONNECTORS, LAYERS, by_stream, softmaxes

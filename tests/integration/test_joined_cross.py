@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from audit.capture import capture
-from audit.capture.image_text import ImageTextEncoder
+from audit.capture.inputs.image_text import ImageTextEncoder
 from audit.errors import CaptureError, ConfigError
 from audit.records import CaptureSettings, Checkpoint, Map, Method
 from tests import reference

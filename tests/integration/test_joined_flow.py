@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from audit.capture import capture
-from audit.capture.image_text import ImageTextEncoder
+from audit.capture.inputs.image_text import ImageTextEncoder
 from audit.errors import CaptureError, ConfigError
 from audit.records import CaptureSettings, Checkpoint, Method
 from tests.integration.test_capture_image_text import LAYERS, TOWER, attentions, by_stream, rolled

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import audit
-from audit.capture import windows
+from audit.capture.inputs import windows
 from audit.pipeline import capture_all, plan_audit
 from audit.store import Store
 from tests import tiny_audits

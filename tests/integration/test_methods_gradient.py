@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from audit.capture import capture
-from audit.capture import gradient as engine
-from audit.capture.inputs import encode_image
-from audit.capture.interface import KernelCall, interface_capture, original_kernel
-from audit.capture.layers import plan_capture
-from audit.capture.texts import encode_texts
+from audit.capture.attention.interface import KernelCall, interface_capture, original_kernel
+from audit.capture.attention.layers import plan_capture
+from audit.capture.engines import gradient as engine
+from audit.capture.inputs.encoded import encode_image
+from audit.capture.inputs.texts import encode_texts
 from audit.errors import CheckpointError, ExitCode, ProbeError
 from audit.methods import gradient_rollout
 from audit.methods.gradient import gradient_map

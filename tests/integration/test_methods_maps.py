@@ -15,7 +15,7 @@ import transformers
 import audit
 from audit._method_parameters import PARAMETERS, TARGETED
 from audit.capture import capture, fit_head_weights, occlude
-from audit.capture.texts import encode_texts
+from audit.capture.inputs.texts import encode_texts
 from audit.config import parse_config
 from audit.errors import CaptureError, CheckpointError, ConfigError
 from audit.methods import attention_flow, attention_rollout, per_head_rollout

@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from audit.capture import capture
-from audit.capture import contributions as engine
-from audit.capture.blocks import find_blocks
-from audit.capture.layers import plan_capture
+from audit.capture.attention.layers import plan_capture
+from audit.capture.engines import contributions as engine
+from audit.capture.engines.blocks import find_blocks
 from audit.errors import CaptureError
 from audit.methods import attention_rollout
 from audit.methods.rollout import measured_residual

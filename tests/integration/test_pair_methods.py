@@ -11,14 +11,14 @@ from torch import Tensor
 
 from audit import compute_maps
 from audit.capture import capture
-from audit.capture.decoding import with_decoder_steps
-from audit.capture.inputs import Encoded
-from audit.capture.interface import interface_capture
-from audit.capture.layers import plan_capture
-from audit.capture.pair_gradient import RelevanceFold, relevance_batch
-from audit.capture.pair_methods import methods_of
-from audit.capture.passes import active_plan
-from audit.capture.texts import encode_texts
+from audit.capture.attention.interface import interface_capture
+from audit.capture.attention.layers import plan_capture
+from audit.capture.attention.passes import active_plan
+from audit.capture.inputs.decoding import with_decoder_steps
+from audit.capture.inputs.encoded import Encoded
+from audit.capture.inputs.texts import encode_texts
+from audit.capture.pairs.gradient import RelevanceFold, relevance_batch
+from audit.capture.pairs.methods import methods_of
 from audit.errors import ProbeError
 from audit.methods import encoder_decoder_relevance, encoder_decoder_rollout, two_stream_relevance
 from audit.methods.two_stream import CoAttention, SelfAttention

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from audit.capture import capture
-from audit.capture.decoding import with_decoder_steps
-from audit.capture.inputs import Encoded
-from audit.capture.texts import encode_texts
+from audit.capture.inputs.decoding import with_decoder_steps
+from audit.capture.inputs.encoded import Encoded
+from audit.capture.inputs.texts import encode_texts
 from audit.errors import CaptureError, ConfigError
 from audit.records import CaptureSettings, Checkpoint, Method
 from tests.integration.test_capture_streams import SIZES, seq2seq

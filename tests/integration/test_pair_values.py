@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from audit.capture import capture
-from audit.capture.inputs import Encoded
+from audit.capture.inputs.encoded import Encoded
 from audit.capture.session import capture_prepared
 from audit.errors import CaptureError
 from audit.records import Checkpoint, Map, Method

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import audit
-from audit.capture import method_pass, query_blocks, row_fold
-from audit.capture.interface import KernelCall
-from audit.capture.row_fold import RowFold, check_blocks
+from audit.capture.attention.interface import KernelCall
+from audit.capture.engines import method_pass, query_blocks, row_fold
+from audit.capture.engines.row_fold import RowFold, check_blocks
 from audit.errors import CaptureError
 from audit.records import Checkpoint, Map, Method, Probe
 from tests.integration.tiny_models import (

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from audit.capture import capture
-from audit.capture.windows import probe_windows
+from audit.capture.inputs.windows import probe_windows
 from audit.records import CaptureSettings, Checkpoint, Method
 from tests.integration.test_capture_image_text import by_stream
 from tests.integration.test_capture_streams import clip, pair_probes

@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from audit.capture import capture, occlude
-from audit.capture.attribution import _integrated_gradients, _occlusion
-from audit.capture.cells import cells_of
-from audit.capture.decoding import with_decoder_steps
-from audit.capture.inputs import Encoded
-from audit.capture.occlusion import occluded
-from audit.capture.question import Question, differentiable
-from audit.capture.scores import Score
-from audit.capture.sound import encode_sound
+from audit.capture.attributions.attribution import _integrated_gradients, _occlusion
+from audit.capture.attributions.occlusion import occluded
+from audit.capture.attributions.question import Question, differentiable
+from audit.capture.inputs.cells import cells_of
+from audit.capture.inputs.decoding import with_decoder_steps
+from audit.capture.inputs.encoded import Encoded
+from audit.capture.inputs.sound import encode_sound
+from audit.capture.outputs.scores import Score
 from audit.errors import CaptureError
 from audit.records import Checkpoint, Method, Probe, Region
 from audit.regions import region_weights
@@ -194,7 +194,7 @@ def test_relevance_is_conserved_through_convolutions_and_group_norms(family: str
 
 
 def test_group_norm_holds_its_spread_and_keeps_its_value() -> None:
-    from audit.capture.relevance import conserving
+    from audit.capture.attributions.relevance import conserving
 
     torch.manual_seed(0)
     norm = torch.nn.GroupNorm(2, 4).double()

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import audit
-from audit.capture import contributions, method_pass, query_blocks, split_rows
-from audit.capture.split_rows import SplitRowFold
+from audit.capture.engines import contributions, method_pass, query_blocks, split_rows
+from audit.capture.engines.split_rows import SplitRowFold
 from audit.errors import CaptureError
 from audit.records import Checkpoint, Map, Method
 from tests.integration.test_capture_families import family_probes

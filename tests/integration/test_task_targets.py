@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from audit.capture import capture, occlude
-from audit.capture.texts import encode_texts
+from audit.capture.inputs.texts import encode_texts
 from audit.config import load_config
 from audit.errors import ConfigError, ProbeError
 from audit.pipeline import run_audit

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import audit
-from audit.capture import passes, together
+from audit.capture import together
+from audit.capture.attention import passes
 from audit.errors import ConfigError
 from audit.records import CaptureSettings, Method
 from tests.integration.test_capture_streams import seq2seq

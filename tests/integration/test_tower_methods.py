@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from audit import compute_maps
 from audit.capture import capture
-from audit.capture.inputs import Encoded
-from audit.capture.pair_methods import methods_of
-from audit.capture.windows import probe_windows
+from audit.capture.inputs.encoded import Encoded
+from audit.capture.inputs.windows import probe_windows
+from audit.capture.pairs.methods import methods_of
 from audit.errors import CaptureError
 from audit.methods import gradient_rollout
 from audit.methods.gradient import gradient_map, weigh_by_gradient

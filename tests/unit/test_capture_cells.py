@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from audit.capture.cells import Cells, cells_of, column_cells, patch_cells, wave_cells
-from audit.capture.inputs import Encoded
+from audit.capture.inputs.cells import Cells, cells_of, column_cells, patch_cells, wave_cells
+from audit.capture.inputs.encoded import Encoded
 from audit.records import Positions, Probe
 
 

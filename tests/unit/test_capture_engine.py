@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from audit.capture.engine import BatchFold, FoldSettings
+from audit.capture.engines.fold import BatchFold, FoldSettings
 from audit.errors import ConfigError
 from audit.records import Method
 

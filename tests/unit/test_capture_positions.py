@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from audit.capture.positions import (
+from audit.capture.inputs.positions import (
     ImageGeometry,
     image_geometry,
     patch_positions,

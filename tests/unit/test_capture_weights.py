@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from audit.capture.scratch import Scratch
-from audit.capture.weights import attention_weights, with_sink
+from audit.capture.attention.scratch import Scratch
+from audit.capture.attention.weights import attention_weights, with_sink
 
 
 def tensors(

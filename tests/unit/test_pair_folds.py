@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from audit._method_parameters import PARAMETERS
-from audit.capture.co_attention import CoFold, step_of
-from audit.capture.encoder_decoder import cross_fold
-from audit.capture.interface import AttentionCall
-from audit.capture.pair_gradient import RelevanceFold
-from audit.capture.pair_methods import REFUSED, check_pair_settings, methods_of
-from audit.capture.settings import FoldSettings
+from audit.capture.attention.interface import AttentionCall
+from audit.capture.engines.settings import FoldSettings
+from audit.capture.pairs.co_attention import CoFold, step_of
+from audit.capture.pairs.encoder_decoder import cross_fold
+from audit.capture.pairs.gradient import RelevanceFold
+from audit.capture.pairs.methods import REFUSED, check_pair_settings, methods_of
 from audit.errors import CaptureError, ConfigError
 from audit.methods import encoder_decoder_rollout
 from tests.reference import random_attention

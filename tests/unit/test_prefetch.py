@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from audit.capture.prefetch import prefetched
+from audit.capture.inputs.prefetch import prefetched
 
 
 def test_prefetched_makes_one_item_ahead_in_another_thread():

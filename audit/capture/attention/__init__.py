@@ -1,0 +1,1 @@
+"""How attention is seen in a running model, computed again where a kernel gives none, and checked."""

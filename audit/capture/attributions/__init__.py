@@ -1,0 +1,1 @@
+"""What a logit depends on, beside attention: gradients, removal, sampled games, relevance."""

@@ -1,0 +1,154 @@
+r"""Query blocks: rows of every row-wise variant of rollout, a block of queries at a time.
+
+Derivation. A row is carried from the last layer down, r ← (1-ρ)·r·F + ρ·r, with F the fused and pruned
+attention of a layer. Head fusion by max or min, discarding and top-k act on each row of F alone, and
+
+.. math:: (rF)_k = \sum_q r_q F_{qk} = \sum_{\text{blocks } B}\; \sum_{q\in B} r_q F_{qk},
+
+so F is needed for one block of queries at a time: softmax of the block, fuse, prune, renormalise, add.
+Memory is head × block × n, and a block that stays in the processor's cache makes one row about as cheap
+as one call of the fused kernel. Where heads are averaged and nothing is pruned, F need not be formed:
+r·F = mean_h r·A^h. Queries on which no row draws are left out: an output row of one position
+costs one row of the last layer. Soft-capped scores, position bias, masks and learned sinks are those of
+:func:`audit.capture.attention.weights.attention_weights`; a sink is a position that draws on itself alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from audit.capture.attention.interface import KernelCall
+from audit.capture.attention.scratch import Scratch
+from audit.capture.attention.weights import attention_weights
+from audit.capture.engines.settings import FoldSettings
+from audit.errors import CaptureError
+from audit.methods.fusion import fuse_heads
+
+BLOCK_ENTRIES = 2**20
+"""Weights (batch × head × query × key) of one block of queries: 4 MB in float32."""
+FEW_ROWS = 2
+"""Up to so many rows are multiplied with each head; more with the mean of the heads, formed once."""
+
+
+def rows_by_blocks(
+    call: KernelCall, rows: Tensor, valid: Tensor, settings: FoldSettings, layer: int
+) -> Tensor:
+    """Return r·F of one layer for each row r, F being its fused and pruned attention.
+
+    Parameters
+    ----------
+    call : KernelCall
+    rows : float Tensor (batch, row, query), perhaps one more query: the sink
+        Zero at pads.
+    valid : bool Tensor (batch, position)
+    settings : FoldSettings
+        Fusion and pruning of heads.
+    layer : int
+        Whose weights of heads are taken.
+
+    Returns
+    -------
+    Tensor (batch, row, key), one more key with a sink
+        Each with the sum of its row.
+
+    Raises
+    ------
+    CaptureError
+        When a valid row's weights do not sum to 1.
+    """
+    call = laid_out(call)
+    n = call.query.shape[2]
+    sinks = call.options.get("s_aux")
+    extra = max(int(sinks is not None), rows.shape[2] - n)
+    found = rows.new_zeros(*rows.shape[:2], n + extra)
+    if rows.shape[2] > n:
+        found[..., n] = rows[..., n]
+    scratch = Scratch()
+    for block in query_blocks(call):
+        weighed = rows[..., block]
+        if not bool(weighed.any()):
+            continue
+        weights = block_weights(call, block, scratch)
+        if not bool(valid[:, block].all()):
+            weights = weights.masked_fill(~valid[:, None, block, None], 0.0)
+        part = _times_fused(weights, weighed.to(weights.dtype), settings, layer, block.start)
+        found[..., : part.shape[2]] += part
+    _check_sums(call, found, rows)
+    return found
+
+
+def laid_out(call: KernelCall) -> KernelCall:
+    """Return the call with queries and keys as blocks are computed from: head after head, in float32.
+
+    Otherwise every block would copy and convert all keys again.
+    """
+    dtype = torch.promote_types(call.query.dtype, torch.float32)
+    key = call.key.to(dtype)
+    if key.shape[1] != call.query.shape[1]:
+        key = key.repeat_interleave(call.query.shape[1] // key.shape[1], dim=1)
+    query, key = (t.transpose(0, 1).contiguous().transpose(0, 1) for t in (call.query.to(dtype), key))
+    return replace(call, query=query, key=key)
+
+
+def query_blocks(call: KernelCall) -> Iterator[slice]:
+    """Yield the blocks of queries of a call, each of at most BLOCK_ENTRIES weights."""
+    batch, heads, n, _ = call.query.shape
+    size = max(1, BLOCK_ENTRIES // (batch * heads * call.key.shape[2]))
+    for start in range(0, n, size):
+        yield slice(start, min(start + size, n))
+
+
+def _times_fused(weights: Tensor, rows: Tensor, settings: FoldSettings, layer: int, start: int) -> Tensor:
+    """Return r·F for a block of queries: (batch, row, key)."""
+    shares = settings.head_weights_of(layer)
+    if prunes(settings) or rows.shape[1] > FEW_ROWS:
+        return rows @ fuse_heads(weights, query_offset=start, head_weights=shares, **settings.fusion)
+    heads = rows @ weights.transpose(0, 1)  # as they lie: (head, batch, row, key)
+    return (
+        heads.mean(dim=0) if shares is None else torch.einsum("h,hbrk->brk", heads.new_tensor(shares), heads)
+    )
+
+
+def prunes(settings: FoldSettings) -> bool:
+    """Return whether heads are fused by another rule than a weighted mean, or rows pruned."""
+    fusion = settings.fusion
+    pruned = fusion.get("discard_ratio") or fusion.get("discard_below") is not None or fusion.get("top_k")
+    return fusion.get("head_fusion", "mean") not in ("mean", "weighted") or bool(pruned)
+
+
+def _check_sums(call: KernelCall, found: Tensor, rows: Tensor) -> None:
+    error = (found.sum(dim=-1) - rows.sum(dim=-1)).abs().amax()
+    if not error <= 1e-4:
+        raise CaptureError(f"attention layer {call.path} has rows that sum to 1 ± {float(error):.3g}")
+
+
+def block_weights(call: KernelCall, block: slice, scratch: Scratch | None = None) -> Tensor:
+    """Return the weights of a block of queries: (batch, head, query of the block, key).
+
+    With `scratch` they are good until it is asked for the next.
+    """
+    n, mask = call.query.shape[2], call.mask
+    if mask is None and call.is_causal and n > 1:
+        positions = torch.arange(n, device=call.query.device)
+        mask = positions[None] <= positions[block, None]
+    compute = attention_weights if scratch is None else scratch.weights
+    return compute(
+        call.query[:, :, block],
+        call.key,
+        _rows_of(mask, block, n),
+        scaling=call.options.get("scaling"),
+        softcap=call.options.get("softcap"),
+        position_bias=_rows_of(call.options.get("position_bias"), block, n),
+        sinks=call.options.get("s_aux"),
+    )
+
+
+def _rows_of(tensor: Tensor | None, block: slice, length: int) -> Tensor | None:
+    """Return the rows of a mask or bias; one that is the same for every query stays as it is."""
+    if tensor is None or tensor.dim() < 2 or tensor.shape[-2] != length:
+        return tensor
+    return tensor[..., block, :]

@@ -1,0 +1,1 @@
+"""From probes to tensors whose positions know their characters, pixels or seconds."""

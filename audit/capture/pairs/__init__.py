@@ -1,0 +1,1 @@
+"""Models of two streams: source and prefix, two towers, and streams that attend to each other."""
