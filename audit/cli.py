@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import traceback
@@ -265,8 +266,22 @@ def dashboard(
         environment["ROLLOUT_AUDIT_CONFIGS"] = os.pathsep.join(str(path.resolve()) for path in config)
     command = [sys.executable, "-P", "-m", "streamlit", "run", str(page), f"--server.port={port}"]
     options = ["--server.address=127.0.0.1", "--browser.gatherUsageStats=false", "--server.headless=true"]
+    _require_free(port)
     note(f"dashboard: http://127.0.0.1:{port} (Ctrl-C ends it)")
+    if os.name == "posix":  # the server takes this process's place, so that what ends the one ends the other
+        os.execve(command[0], [*command, *options], environment)
     raise typer.Exit(subprocess.run([*command, *options], env=environment, check=False).returncode)
+
+
+def _require_free(port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            raise ConfigError(
+                f"port {port} is taken; end what listens there, or choose another --port"
+            ) from None
 
 
 @app.command()

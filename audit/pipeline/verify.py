@@ -96,7 +96,7 @@ def verify_store(
     problems = [problem for found in damaged.values() for problem in found]
     problems += _approval_problems(store) + store.verify_log(known_head)
     if not problems:
-        problems += _lost(store)
+        problems += _lost(store) + _unlogged(store)
     recomputed, notes = [], []
     for name in names if recompute else ():
         if not name.startswith("cmp-") or damaged[name]:
@@ -132,6 +132,17 @@ def _lost(store: Store) -> list[str]:
         if entry["kind"] in there and name not in removed and not there[entry["kind"]](name):
             found.append(f"{name} is recorded in the log but not in the store; restore it from a backup")
     return found
+
+
+def _unlogged(store: Store) -> list[str]:
+    """Return the verdicts that are stored but that the log does not tell of."""
+    told = {entry["payload"]["comparison_id"] for entry in store.log() if entry["kind"] == "verdict"}
+    return [
+        f"{one['comparison_id']}: its verdict is not in the log, since an entry was removed or the audit was "
+        "interrupted as it ended; gate it again, or restore the log from a backup"
+        for one in store.comparisons()
+        if one["outcome"] is not None and one["comparison_id"] not in told
+    ]
 
 
 class _CannotRecomputeError(Exception):

@@ -107,6 +107,15 @@ def test_a_log_that_was_cut_short_is_seen_by_its_known_head(copy):
     assert any("newer entries were removed" in problem for problem in problems)
 
 
+def test_a_verdict_that_the_log_does_not_tell_of_is_named(copy):
+    entries = sorted((copy / "log").glob("*.json"))
+    last = max(i for i, path in enumerate(entries) if json.loads(path.read_text())["kind"] == "verdict")
+    for path in entries[last:]:
+        path.unlink()
+    problems = verify_store(Store(copy), recompute=False).problems
+    assert any("its verdict is not in the log" in problem for problem in problems)
+
+
 def test_forged_numbers_are_found_although_every_hash_fits(copy):
     store = Store(copy)
     name = store.comparison_ids()[0]
