@@ -21,6 +21,8 @@ AUDIO_SUFFIXES = frozenset({".wav", ".flac", ".ogg", ".mp3", ".opus", ".aiff"})
 def load_image(source: str | bytes | NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Return the pixels of an image as RGB, as they are stored (no rotation by metadata).
 
+    Grey images of 16 bits are scaled to 8: round(value / 257), so that white stays white.
+
     Parameters
     ----------
     source : str, bytes, or uint8 array (height, width) or (height, width, channel)
@@ -33,7 +35,8 @@ def load_image(source: str | bytes | NDArray[np.uint8]) -> NDArray[np.uint8]:
     Raises
     ------
     ProbeError
-        When the file is missing or is not an image, or the array is not one of pixels.
+        When the file is missing or is not an image, its numbers have no defined range, or the array is not
+        one of pixels.
     """
     from PIL import Image
 
@@ -42,11 +45,25 @@ def load_image(source: str | bytes | NDArray[np.uint8]) -> NDArray[np.uint8]:
     name = source if isinstance(source, str) else "in the probe file"
     try:
         with Image.open(source if isinstance(source, str) else io.BytesIO(source)) as image:
-            return np.asarray(image.convert("RGB"))
+            return np.asarray(_eight_bits(image, name).convert("RGB"))
     except FileNotFoundError:
         raise ProbeError(f"image {name} does not exist; mend the path in the probe file") from None
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ProbeError(f"image {name} cannot be decoded ({_one_line(error)}); replace the file") from None
+
+
+def _eight_bits(image: Any, name: str) -> Any:
+    """Return an image whose numbers reach from 0 to 255; Pillow clips all others when it converts them."""
+    from PIL import Image
+
+    if image.mode.startswith("I;16"):  # each byte order has its own mode
+        return Image.fromarray(((np.asarray(image).astype(np.uint32) + 128) // 257).astype(np.uint8))
+    if image.mode in {"I", "F"}:
+        raise ProbeError(
+            f"image {name} has pixels of 32 bits (mode {image.mode}), for which no range from black to white "
+            "is defined; scale it to 8 or 16 bits and save it as PNG"
+        )
+    return image
 
 
 def _pixels(array: NDArray[Any]) -> NDArray[np.uint8]:
@@ -201,7 +218,7 @@ def load_audio(source: str | bytes) -> tuple[NDArray[np.float32], int]:
     Raises
     ------
     ProbeError
-        When the file is missing, cannot be decoded, or is empty.
+        When the file is missing, cannot be decoded, is empty, or holds NaN or infinite samples.
     """
     name = source if isinstance(source, str) else "in the probe file"
     try:
@@ -212,9 +229,33 @@ def load_audio(source: str | bytes) -> tuple[NDArray[np.float32], int]:
         )
         raise ProbeError(f"audio {name} {reason}; mend the path in the probe file") from None
     samples, rate = _decode_wav(data, name) if data[:4] == b"RIFF" else _decode_other(data, name)
-    if not len(samples) or not np.isfinite(samples).all():
-        raise ProbeError(f"audio {name} has no samples, or samples that are no numbers; replace the file")
-    return samples, rate
+    return check_samples(samples, f"audio {name}"), rate
+
+
+def check_samples(samples: NDArray[Any], name: str) -> NDArray[Any]:
+    """Return the samples of a sound as they are.
+
+    Parameters
+    ----------
+    samples : array (samples,)
+    name : str
+        What to call them in the message.
+
+    Raises
+    ------
+    ProbeError
+        When they are not one channel of finite numbers, or none.
+    """
+    if samples.ndim != 1 or samples.dtype.kind not in "fiu":
+        raise ProbeError(
+            f"{name} must be one channel of numbers, (samples,), got {samples.dtype} {samples.shape}; "
+            "average its channels"
+        )
+    if not len(samples):
+        raise ProbeError(f"{name} has no samples; replace it, or remove the probe")
+    if not np.isfinite(samples).all():
+        raise ProbeError(f"{name} holds NaN or infinite samples; record it again, or remove the probe")
+    return samples
 
 
 def _decode_wav(data: bytes, name: str) -> tuple[NDArray[np.float32], int]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from audit.media import image_size, load_audio, load_features, load_image
+from audit.media import check_samples, image_size, load_audio, load_features, load_image
 from audit.probes.rows import parse_json
 from audit.records import Probe
 from audit.regions.parse import check_box, nearest
@@ -173,8 +173,10 @@ def _audio(value: Any, folder: Path) -> tuple[Any, int | None]:
         return load_audio(value)
     if isinstance(value, Mapping):
         return load_audio(value["bytes"]) if value.get("bytes") else _audio(value.get("path"), folder)
-    if value is None or isinstance(value, np.ndarray):
-        return value, None
+    if isinstance(value, np.ndarray):
+        return check_samples(value, "audio in the probe file"), None
+    if value is None:
+        return None, None
     return _path("audio", value, folder), None
 
 

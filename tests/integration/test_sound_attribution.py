@@ -20,7 +20,7 @@ from audit.capture.inputs.decoding import with_decoder_steps
 from audit.capture.inputs.encoded import Encoded
 from audit.capture.inputs.sound import encode_sound
 from audit.capture.outputs.scores import Score
-from audit.errors import CaptureError
+from audit.errors import CaptureError, ProbeError
 from audit.records import Checkpoint, Method, Probe, Region
 from audit.regions import region_weights
 from tests.integration.tiny_models import build, checkpoint
@@ -268,6 +268,19 @@ def test_frames_that_have_no_place_in_seconds_are_refused_by_the_model() -> None
     extractor = transformers.Speech2TextFeatureExtractor(feature_size=20, num_mel_bins=20)
     with pytest.raises(CaptureError, match=r"Speech2Text.*: its frames cannot be placed"):
         encode_sound(checkpoint(model, extractor), sound_probes("whisper", 1)[0])
+
+
+@pytest.mark.parametrize("samples", [1, 160, 399])
+def test_a_sound_shorter_than_a_column_of_the_spectrogram_is_refused(samples: int) -> None:
+    with pytest.raises(ProbeError, match=rf"too short \({samples} samples\) to give one frame; remove it"):
+        encode_sound(sound_checkpoint("ast"), Probe("a", audio=noise(samples), sampling_rate=RATE))
+    encode_sound(sound_checkpoint("ast"), Probe("a", audio=noise(400), sampling_rate=RATE))
+
+
+def test_samples_that_are_no_numbers_are_the_probe_s_fault_not_the_checkpoint_s() -> None:
+    samples = np.full(800, np.nan, np.float32)
+    with pytest.raises(ProbeError, match="probe a: audio holds NaN or infinite samples"):
+        encode_sound(sound_checkpoint("wav2vec2"), Probe("a", audio=samples, sampling_rate=RATE))
 
 
 # --- batches and regions ----------------------------------------------------------------------

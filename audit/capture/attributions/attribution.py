@@ -15,7 +15,7 @@ from torch import Tensor
 
 from audit.capture.attention.passes import exclusive
 from audit.capture.attributions.grad_cam import grad_cam
-from audit.capture.attributions.occlusion import occluded, replacement_token
+from audit.capture.attributions.occlusion import occluded, removable, replacement_token
 from audit.capture.attributions.question import (
     CONVERGED,
     Question,
@@ -24,9 +24,11 @@ from audit.capture.attributions.question import (
     require_captum,
 )
 from audit.capture.attributions.relevance import relevance
+from audit.capture.attributions.rounding import above, rounding
 from audit.capture.attributions.sampling import lime, shapley
 from audit.capture.engines.fold import BatchFold
 from audit.capture.engines.settings import FoldSettings
+from audit.capture.inputs.encoded import core_model
 from audit.capture.outputs.scores import Score
 from audit.errors import CaptureError
 
@@ -108,14 +110,15 @@ def _occlusion(question: Question) -> Tensor:
     """Return by how much the target logit moves when each position is occluded: (position,)."""
     (item,) = question.batch
     _, token = replacement_token(question.checkpoint, [item])
-    places = np.flatnonzero(~item.positions.special)
+    places = removable(item, token)
     without = [occluded(item, np.eye(len(item))[place], token) for place in places]
     size = question.rows_at_once(len(item))
     scores = [question.scores([item])]
     scores += [question.scores(without[i : i + size]) for i in range(0, len(without), size)]
     found = torch.cat(scores)
     moved = question.read.new_zeros(len(item), dtype=torch.float64)
-    moved[torch.from_numpy(places).to(moved.device)] = (found[1:] - found[0]).abs()
+    least = rounding(core_model(question.checkpoint.model).dtype, float(found[0]))
+    moved[torch.from_numpy(places).to(moved.device)] = above(found[1:] - found[0], least).abs()
     return moved
 
 
@@ -140,6 +143,8 @@ def _integrated_gradients(question: Question, steps: int) -> tuple[Tensor, float
     inputs, baseline, forward, others = differentiable(question)
     method = IntegratedGradients(forward)
     item, error = question.batch[0], 1.0
+    with torch.no_grad():
+        least = rounding(core_model(question.checkpoint.model).dtype, float(forward(inputs, *others)))
     for doubling in range(MOST_DOUBLINGS + 1):
         with torch.enable_grad():
             parts, delta = method.attribute(
@@ -150,9 +155,13 @@ def _integrated_gradients(question: Question, steps: int) -> tuple[Tensor, float
                 internal_batch_size=question.rows_at_once(len(item)),
                 return_convergence_delta=True,
             )
-        error = float(delta.abs()[0] / parts.detach().abs().sum().clamp_min(1e-30))
+        parts = parts.detach()
+        sizes = above(by_position(parts, item), least)
+        if not sizes.any() and abs(float(parts.sum() - delta[0])) <= least:  # nor does the logit move
+            return sizes, 0.0
+        error = float(delta.abs()[0] / parts.abs().sum().clamp_min(1e-30))
         if error <= CONVERGED:
-            return by_position(parts.detach(), item), error
+            return sizes, error
     raise CaptureError(
         f"probe {item.probe.id}: integrated gradients miss their sum by {error:.1%} after "
         f"{steps * 2**MOST_DOUBLINGS} steps, allowed {CONVERGED:.0%}; raise [method] steps"

@@ -235,6 +235,21 @@ def occluded(
     return replace(item, tensors=tensors)
 
 
+def removable(item: Encoded, replacement: int | None) -> NDArray[np.int64]:
+    """Return the positions that occlusion changes: (place,).
+
+    Neither special positions nor those that look occluded as they are: patches of the mean colour, frames of
+    silence, mask tokens. The last change nothing, whatever the model, while a model rounds the same input
+    otherwise in another batch.
+    """
+    cells = cells_of(item)
+    name = "input_ids" if cells is None else cells.name
+    bare = occluded(item, np.ones(len(item)), replacement)
+    changed = bare.tensors[name] != item.tensors[name]
+    own = changed[0] if cells is None else cells.summed(changed, len(item)) > 0
+    return np.flatnonzero(own.cpu().numpy() & ~item.positions.special)
+
+
 def _blurs(item: Encoded, fill: Fill) -> bool:
     """Return whether the item is mixed with its own blur, which images alone have."""
     return fill == "blur" and "pixel_values" in item.tensors

@@ -2,7 +2,7 @@
 
 Both ask the same game: a set of positions is kept, the others are occluded as in
 :mod:`audit.capture.attributions.occlusion`, and the value of the set is the target logit. Special positions
-stay and are no players, so they get nothing.
+stay and are no players, so they get nothing; nor are positions that look occluded as they are.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from audit.capture.attributions.occlusion import occluded, replacement_token
+from audit.capture.attributions.occlusion import occluded, removable, replacement_token
 from audit.capture.attributions.question import CONVERGED, Question, require_captum
+from audit.capture.attributions.rounding import ROUNDINGS, above, rounding
 from audit.capture.inputs.encoded import core_model
 from audit.errors import CaptureError
 
@@ -25,8 +26,6 @@ KERNEL_WIDTH = 0.25
 RIDGE = 1.0
 ADDS_UP = 1e-4
 """Largest error of the sum of Shapley values, relative to the sum of their sizes; it is rounding alone."""
-ROUNDINGS = 8
-"""How often one value may be rounded at the size of the logit: batches of other sizes round otherwise."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,12 @@ def shapley_values(game: Game, samples: int, seed: int) -> tuple[Tensor, float]:
             kept, n_samples=samples, perturbations_per_eval=game.at_once
         )[0]
     ends = game.value(torch.cat([kept, torch.zeros_like(kept)]))
-    return found, _sum_error(game, found, ends)
+    full, empty = map(float, ends)
+    least = rounding(game.dtype, full, empty)
+    spoken = above(found, least)
+    if not spoken.any() and abs(full - empty) <= least:
+        return spoken, 0.0
+    return spoken, _sum_error(game, found, ends)
 
 
 def _sum_error(game: Game, found: Tensor, ends: Tensor) -> float:
@@ -121,7 +125,7 @@ def lime(question: Question, samples: int, seed: int) -> Tensor:
 
     over `samples` random sets z, each position kept with chance ½, d the cosine distance to the whole
     input, σ = 0.25 and λ = 1 (Ribeiro, Singh & Guestrin, KDD 2016), by Captum's ``Lime`` with
-    scikit-learn's ridge regression. `samples` forward passes.
+    scikit-learn's ridge regression. `samples` + 1 forward passes.
 
     Can tell which positions a linear model needs to follow the logit around this input. Cannot tell
     interactions, and the noise of its sample is in every weight: another seed gives other weights.
@@ -141,20 +145,21 @@ def lime_weights(game: Game, samples: int, seed: int) -> Tensor:
         return torch.zeros(0, dtype=torch.float64)
     near = get_exp_kernel_similarity_function("cosine", kernel_width=KERNEL_WIDTH)
     method = Lime(game.value, interpretable_model=SkLearnRidge(alpha=RIDGE), similarity_func=near)
+    kept = torch.ones(1, game.players, dtype=torch.float64)
     with _seeded(seed):
         found: Tensor = method.attribute(
-            torch.ones(1, game.players, dtype=torch.float64),
+            kept,
             n_samples=samples,
             perturbations_per_eval=game.at_once,
         )[0]
-    return found
+    return above(found, rounding(game.dtype, float(game.value(kept)[0])))
 
 
 def _game(question: Question) -> tuple[np.ndarray, Game]:
     """Return the positions that play, and their game."""
     (item,) = question.batch
     _, token = replacement_token(question.checkpoint, [item])
-    places = np.flatnonzero(~item.positions.special)
+    places = removable(item, token)
     size = question.rows_at_once(len(item))
 
     def value(kept: Tensor) -> Tensor:
@@ -165,8 +170,7 @@ def _game(question: Question) -> tuple[np.ndarray, Game]:
             parts = [question.scores(variants[i : i + size]) for i in range(0, len(variants), size)]
         return torch.cat(parts).cpu()
 
-    dtype = core_model(question.checkpoint.model).dtype
-    return places, Game(item.probe.id, len(places), value, size, dtype)
+    return places, Game(item.probe.id, len(places), value, size, core_model(question.checkpoint.model).dtype)
 
 
 def _spread(question: Question, places: np.ndarray, values: Tensor) -> Tensor:

@@ -87,7 +87,8 @@ def cells_of(item: Encoded) -> Cells | None:
     height, width = (pixels.shape[axis] // cells for axis, cells in ((-2, rows), (-1, columns)))
     owner = np.full(tuple(pixels.shape[-2:]), -1)  # a remainder that fills no patch belongs to none
     owner[: rows * height, : columns * width] = whole.repeat(height, axis=0).repeat(width, axis=1)
-    return Cells("pixel_values", owner, MEAN_COLOUR, pixels.mean(dim=(-2, -1), keepdim=True))
+    mean = pixels.double().mean(dim=(-2, -1), keepdim=True)  # exact where the colour is one
+    return Cells("pixel_values", owner, MEAN_COLOUR, mean)
 
 
 def _first_patch(item: Encoded) -> int:

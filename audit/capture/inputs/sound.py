@@ -24,11 +24,13 @@ from torch import Tensor
 from audit.capture.inputs.cells import Cells, column_cells, patch_cells, wave_cells
 from audit.capture.inputs.encoded import Encoded, core_model, processor_part
 from audit.errors import CaptureError, ProbeError
-from audit.media import load_audio
+from audit.media import check_samples, load_audio
 from audit.records import Checkpoint, Positions, Probe
 
 # Seconds from one column of the audio spectrogram transformer's spectrogram to the next.
 HOP = 0.01
+WINDOW = 0.025
+"""Seconds that one column of it reads; its extractor takes shorter sounds for padding, or fails."""
 LEARNED = 2
 """Positions that the audio spectrogram transformer learns, before its patches."""
 
@@ -53,17 +55,19 @@ def encode_sound(checkpoint: Checkpoint, probe: Probe) -> Encoded:
     Raises
     ------
     ProbeError
-        When the sound is missing, unreadable or too short.
+        When the sound is missing, unreadable, too short, or has NaN or infinite samples.
     CaptureError
         When the frames cannot be placed.
     """
     processor, core = sound_processor(checkpoint), core_model(checkpoint.model)
     samples = _samples(probe, int(processor.sampling_rate))
     seconds = len(samples) / processor.sampling_rate
-    features = dict(processor(samples, sampling_rate=processor.sampling_rate, return_tensors="pt"))
-    features = {key: features[key] for key in ("input_features", "input_values") if key in features}
     config = core.config
-    if hasattr(config, "frequency_stride") and hasattr(config, "time_stride"):
+    patches = hasattr(config, "frequency_stride") and hasattr(config, "time_stride")
+    if patches and seconds < WINDOW:
+        raise _too_short(probe.id, len(samples))
+    features = _features(processor, samples, probe.id)
+    if patches:
         _refuse_long(probe, seconds, config.max_length * HOP)
         positions, cells = _spectrogram_patches(config, seconds), _patch_cells(config, processor)
     elif hasattr(config, "max_source_positions") and hasattr(processor, "hop_length"):
@@ -83,13 +87,31 @@ def encode_sound(checkpoint: Checkpoint, probe: Probe) -> Encoded:
     return Encoded(probe, features, positions, cells=cells)
 
 
+def _features(processor: Any, samples: NDArray[np.float32], probe_id: str) -> dict[str, Any]:
+    """Return what the feature extractor makes of a sound; refuse one that it takes only when longer."""
+    rate = int(processor.sampling_rate)
+    try:
+        found = processor(samples, sampling_rate=rate, return_tensors="pt")
+    except (ValueError, IndexError, RuntimeError, AssertionError):
+        if len(samples) >= rate:
+            raise
+        processor(np.pad(samples, (0, rate)), sampling_rate=rate, return_tensors="pt")  # else its own error
+        raise _too_short(probe_id, len(samples)) from None
+    return {key: found[key] for key in ("input_features", "input_values") if key in found}
+
+
+def _too_short(probe_id: str, samples: int) -> ProbeError:
+    return ProbeError(f"probe {probe_id} is too short ({samples} samples) to give one frame; remove it")
+
+
 def _samples(probe: Probe, rate: int) -> NDArray[np.float32]:
     if probe.audio is None:
         raise ProbeError(f"probe {probe.id} has no sound but the checkpoint takes sound; mend the probe file")
     if isinstance(probe.audio, str):
         samples, own = load_audio(probe.audio)
     else:
-        samples, own = probe.audio, probe.sampling_rate or rate
+        samples = check_samples(probe.audio, f"probe {probe.id}: audio")
+        own = probe.sampling_rate or rate
     if own == rate:
         return samples
     from scipy.signal import resample_poly
@@ -117,7 +139,7 @@ def _wave_frames(config: Any, samples: int, rate: int, probe_id: str) -> Positio
     for kernel, stride in zip(config.conv_kernel, config.conv_stride, strict=True):
         count, step = (count - kernel) // stride + 1, step * stride
     if count < 1:
-        raise ProbeError(f"probe {probe_id} is too short ({samples} samples) to give one frame; remove it")
+        raise _too_short(probe_id, samples)
     times = _frames(np.arange(count) * step / rate, step / rate, samples / rate)
     times[-1, 1] = samples / rate
     return Positions("frame", np.zeros(count, np.bool_), times=times)

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from audit.capture.attributions.question import CONVERGED
+from audit.capture.attributions.rounding import above, rounding
 from audit.capture.engines.settings import FoldSettings
+from audit.capture.inputs.encoded import core_model
 from audit.capture.joined.fold import JoinedFold
 from audit.capture.joined.gradient import explained
 from audit.capture.joined.question import JoinedQuestion, Parts
 from audit.capture.joined.relevance import class_activation, relevance_parts
-from audit.capture.joined.sampling import sampled_parts
+from audit.capture.joined.sampling import players_of, sampled_parts
 from audit.capture.outputs.scores import Score
 from audit.errors import CaptureError
 
@@ -115,11 +117,18 @@ def _occlusion(asked: JoinedQuestion, targets: Mapping[str, Score]) -> Parts:
     none, nowhere = np.zeros(0, np.int64), np.zeros_like(asked.removable)
     intact = asked.value(asked.item.tensors, targets)
     tokens, patches = np.zeros(len(asked.front.words)), np.zeros(len(asked.removable))
-    for at in asked.tokens:
-        tokens[at] = abs(asked.value(asked.without(np.array([at]), nowhere, grey, token), targets) - intact)
-    for at in np.flatnonzero(asked.removable):
+    words, places = players_of(asked, grey, token)
+    for at in words:
+        tokens[at] = asked.value(asked.without(np.array([at]), nowhere, grey, token), targets) - intact
+    for at in places:
         one = np.arange(len(nowhere)) == at
-        patches[at] = abs(asked.value(asked.without(none, one, grey, token), targets) - intact)
+        patches[at] = asked.value(asked.without(none, one, grey, token), targets) - intact
+    return _spoken((tokens, patches), rounding(core_model(asked.checkpoint.model).dtype, intact))
+
+
+def _spoken(parts: Parts, least: float) -> Parts:
+    """Return the sizes of the parts that are above rounding, 0 for the others."""
+    tokens, patches = (above(torch.from_numpy(part), least).abs().numpy() for part in parts)
     return tokens, patches
 
 
@@ -142,7 +151,8 @@ def _integrated(asked: JoinedQuestion, targets: Mapping[str, Score], steps: int)
     words = wordless = None
     if len(asked.front.words):
         words, wordless = asked.embedded(item.tensors["input_ids"]), asked.embedded(removed["input_ids"])
-    total, error = asked.value(item.tensors, targets) - asked.value(removed, targets), 1.0
+    ends, error = (asked.value(item.tensors, targets), asked.value(removed, targets)), 1.0
+    total, least = ends[0] - ends[1], rounding(core_model(asked.checkpoint.model).dtype, *ends)
     for doubling in range(MOST_DOUBLINGS + 1):
         nodes, weights = np.polynomial.legendre.leggauss(steps * 2**doubling)
         by_pixel = torch.zeros_like(pixels)
@@ -159,9 +169,12 @@ def _integrated(asked: JoinedQuestion, targets: Mapping[str, Score], steps: int)
         )
         found = float(parts.sum()) + (0.0 if spoken is None else float(spoken.sum()))
         size = float(parts.abs().sum()) + (0.0 if spoken is None else float(spoken.abs().sum()))
+        sizes = _spoken(asked.summed(parts, spoken), least)
+        if not (sizes[0].any() or sizes[1].any()) and abs(total) <= least:
+            return sizes, 0.0
         error = abs(found - total) / max(size, 1e-30)
         if error <= CONVERGED:
-            return asked.summed(parts, spoken), error
+            return sizes, error
     raise CaptureError(
         f"probe {item.probe.id}: integrated gradients miss their sum by {error:.1%} after "
         f"{steps * 2**MOST_DOUBLINGS} steps, allowed {CONVERGED:.0%}; raise [method] steps"

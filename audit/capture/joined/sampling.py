@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from audit.capture.attributions.sampling import Game, lime_weights, shapley_values
@@ -41,7 +42,9 @@ def sampled_parts(
     CaptureError
         When Shapley values do not add up, or patches cannot be removed.
     """
-    game, samples = _game(asked, targets), settings.samples_of()
+    grey, token = asked.grey(), asked.replacement()
+    players, samples = players_of(asked, grey, token), settings.samples_of()
+    game = _game(asked, targets, players, (grey, token))
     extra = {}
     if settings.method == "shap":
         found, extra["completeness_error"] = shapley_values(game, samples, settings.seed)
@@ -49,14 +52,32 @@ def sampled_parts(
         found = lime_weights(game, samples, settings.seed)
     sizes = found.abs().double().numpy()
     tokens, patches = np.zeros(len(asked.front.words)), np.zeros(len(asked.removable))
-    tokens[asked.tokens], patches[asked.removable] = np.split(sizes, [len(asked.tokens)])
+    tokens[players[0]], patches[players[1]] = np.split(sizes, [len(players[0])])
     return (tokens, patches), extra
 
 
-def _game(asked: JoinedQuestion, targets: Mapping[str, Score]) -> Game:
-    """Return the game of the tokens that may be removed, followed by the patches that may."""
-    tokens, places = asked.tokens, np.flatnonzero(asked.removable)
-    grey, token = asked.grey(), asked.replacement()
+def players_of(
+    asked: JoinedQuestion, grey: Tensor, token: int | None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the tokens and the patches that removal changes; see :func:`removable`."""
+    tokens, given = asked.tokens, asked.item.tensors
+    bare = asked.without(tokens, asked.removable, grey, token)
+    changed = (bare[asked.argument] != given[asked.argument]).cpu().numpy()
+    fed = np.broadcast_to(asked.front.pixels, changed.shape)
+    moved = np.bincount(fed[changed & (fed >= 0)], minlength=len(asked.removable)) > 0
+    if len(tokens):
+        tokens = tokens[given["input_ids"][0].cpu().numpy()[tokens] != token]
+    return tokens, np.flatnonzero(moved & asked.removable)
+
+
+def _game(
+    asked: JoinedQuestion,
+    targets: Mapping[str, Score],
+    players: tuple[NDArray[np.int64], NDArray[np.int64]],
+    removed: tuple[Tensor, int | None],
+) -> Game:
+    """Return the game of tokens, followed by patches; `removed` is what takes their places."""
+    (tokens, places), (grey, token) = players, removed
 
     def value(kept: Tensor) -> Tensor:
         found = []
@@ -67,5 +88,6 @@ def _game(asked: JoinedQuestion, targets: Mapping[str, Score]) -> Game:
             found.append(asked.value(changed, targets))
         return torch.tensor(found, dtype=torch.float64)
 
-    dtype = core_model(asked.checkpoint.model).dtype
-    return Game(asked.item.probe.id, len(tokens) + len(places), value, 1, dtype)
+    return Game(
+        asked.item.probe.id, len(tokens) + len(places), value, 1, core_model(asked.checkpoint.model).dtype
+    )
