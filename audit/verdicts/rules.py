@@ -246,8 +246,7 @@ def judge_limit(
     if rule.fail is None and rule.warn is None:
         raise ConfigError(f"rule '{rule.label}' has no limit; add fail = <number>")
     free = (-math.inf, math.inf)
-    fail = free if rule.fail is None else limit_bounds(rule, rule.fail)
-    warn = free if rule.warn is None else limit_bounds(rule, rule.warn)
+    fail, warn = (free if one is None else limit_bounds(rule, one) for one in (rule.fail, rule.warn))
     early = precheck(cell, rule, comparison, policy)
     if early is not None:
         return early
@@ -263,14 +262,14 @@ def judge_limit(
     remark = [retraining(floor, rule.measure), explanation(explained)] if floor.values else []
     if _limit_in_noise(cell, fail, floor, policy.alpha):
         remark.append("the limit lies inside the noise floor")
-    shown = fail if rule.fail is not None else warn
+    warned = outcome is Outcome.PASS and not _inside(interval, warn)
     found = base_verdict(
         cell,
         rule,
         comparison,
         outcome=outcome,
-        sentence=limit_sentence(cell, rule, outcome, shown, ", ".join(r for r in remark if r)),
-        warned=outcome is Outcome.PASS and not _inside(interval, warn),
+        sentence=limit_sentence(cell, rule, outcome, (fail, warn), remark, warned=warned),
+        warned=warned,
         explained=explained,
         needed=probes_needed(cell, *fail) if outcome is Outcome.INCONCLUSIVE else None,
         reason="the interval crosses the limit" if outcome is Outcome.INCONCLUSIVE else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from audit.records import Cell, Outcome, ReplicateTest, Rule
 from audit.statistics.measures import DISTANCES, SIGNED
@@ -134,26 +135,57 @@ def retraining(floor: Floor, measure: str) -> str:
     return f"harmless re-training {verb} {number(floor.mean, digits, signed=signed)}{spread}"
 
 
-def limit_sentence(cell: Cell, rule: Rule, outcome: Outcome, bounds: tuple[float, float], floor: str) -> str:
-    """Return the sentence of a limit rule."""
+Bounds = tuple[float, float]
+
+
+def limit_sentence(
+    cell: Cell,
+    rule: Rule,
+    outcome: Outcome,
+    limits: tuple[Bounds, Bounds],
+    remark: Sequence[str],
+    *,
+    warned: bool,
+) -> str:
+    """Return the sentence of a limit rule; `limits` are the bounds of `fail` and of `warn`."""
     signed = rule.measure in SIGNED
     if outcome is Outcome.FAIL and rule.measure in ("level", "ratio"):
         head = f"{_EFFECTS[cell.effect]}the attention map's share{_at(cell)} is outside the limit"
     elif outcome is Outcome.FAIL:
         head = f"{movement(cell)}, beyond the limit"
+    elif rule.fail is None:
+        head = movement(cell) if warned else _within(cell, "warn limit", signed=signed)
     elif outcome is Outcome.PASS:
-        head = f"{movement(cell)}, within the limit" if signed else _kept(cell)
+        head = _within(cell, "limit", signed=signed)
     else:
         head = f"{_EFFECTS[cell.effect]}the attention map may or may not be beyond the limit{_at(cell)}"
-    return "; ".join(
-        part for part in (f"{head}: {measured(cell)}, {limit_text(*bounds, signed=signed)}", floor) if part
+    named = ", ".join([measured(cell), *_limits(cell, rule, limits, warned=warned)])
+    floor = ", ".join(one for one in remark if one)
+    return "; ".join(part for part in (f"{head}: {named}", floor) if part)
+
+
+def _limits(cell: Cell, rule: Rule, limits: tuple[Bounds, Bounds], *, warned: bool) -> list[str]:
+    """Return the limit of `fail`, and that of `warn` where it warned or is the only one."""
+    fail, warn = limits
+    signed = rule.measure in SIGNED
+    named = [] if rule.fail is None else [limit_text(*fail, signed=signed)]
+    if not warned and rule.fail is not None:
+        return named
+    low, high = cell.interval or (-math.inf, math.inf)
+    beyond = low > warn[1] or high < warn[0]
+    how = (
+        f", {'beyond which the interval lies' if beyond else 'which the interval crosses'}" if warned else ""
     )
+    return [*named, f"warn {limit_text(*warn, signed=signed)}{how}"]
 
 
-def _kept(cell: Cell) -> str:
+def _within(cell: Cell, limit: str, *, signed: bool) -> str:
+    effect = _EFFECTS[cell.effect]
+    if signed:
+        return f"{movement(cell)}, within the {limit}"
     if cell.measure in ("level", "ratio"):
-        return f"{_EFFECTS[cell.effect]}the attention map's share{_at(cell)} is within the limit"
-    return f"{_EFFECTS[cell.effect]}the attention map stayed within the limit{_at(cell)}"
+        return f"{effect}the attention map's share{_at(cell)} is within the {limit}"
+    return f"{effect}the attention map stayed within the {limit}{_at(cell)}"
 
 
 def explanation(explained: bool | None) -> str:

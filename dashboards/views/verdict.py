@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from audit.records import Comparison, RuleVerdict, Verdict
 from audit.report import facts, rows
-from audit.report.wording import change, count, quantity
+from audit.report.wording import change, count, given, quantity
 from dashboards import blocks, downloads, frames
 
 
@@ -66,17 +66,21 @@ def rules(name: str, verdict: Verdict | None) -> None:
         if verdict is None:
             blocks.note("No policy was judged: give the audit.toml [[gate.rules]] and run `audit gate`.")
             return
-        blocks.html("".join(_rule(found) for found in rows.worst_first(verdict.rules)))
+        floor = verdict.policy.effect_floor
+        blocks.html("".join(_rule(found, floor) for found in rows.worst_first(verdict.rules)))
         if any(found.rule.kind == "excess" for found in verdict.rules):
             blocks.note(
                 f"In the sentences, {blocks.term('p')} and {blocks.term('Holm')} are what a shift is judged "
                 f"by against the {blocks.term('replicate', 'harmless re-trainings')}."
             )
-        downloads.table(f"{name}-rules", frames.rules(verdict.rules))
+        downloads.table(f"{name}-rules", frames.rules(verdict.rules, floor))
 
 
-def _rule(found: RuleVerdict) -> str:
+def _rule(found: RuleVerdict, effect_floor: float) -> str:
     row = rows.rule_row(found)
+    second = row.warn
+    if found.rule.kind == "excess" and effect_floor:  # a large excess fails by it, and not by the margin
+        second = f"fails from {given(effect_floor)} (effect floor)"
     levels = "its two shifts" if found.effect == "interaction" else "share"
     notes = "".join(f'<p class="note">{blocks.text(one)}</p>' for one in row.notes)
     numbers = blocks.figures(
@@ -84,7 +88,7 @@ def _rule(found: RuleVerdict) -> str:
             (blocks.term("share", levels), blocks.text(row.levels), ""),
             (blocks.term("shift", "observed"), blocks.text(row.value), blocks.text(row.excess)),
             (blocks.term("interval"), blocks.text(row.interval or "–"), ""),
-            (blocks.term("limit", "allowed"), blocks.text(row.limit), blocks.text(row.warn)),
+            (blocks.term("limit", "allowed"), blocks.text(row.limit), blocks.text(second)),
             (blocks.term("noise floor"), blocks.text(row.floor), blocks.text(row.replicates)),
             (blocks.term("detectable"), blocks.text(row.detectable), ""),
             ("probes", blocks.text(row.probes), ""),

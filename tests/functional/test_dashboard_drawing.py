@@ -12,7 +12,9 @@ import pytest
 from PIL import Image
 
 from audit.pipeline.trend import Trend
-from audit.records import Cell, Outcome, Positions, Probe, Rule, RuleVerdict
+from audit.records import Cell, Outcome, Positions, Probe, ReplicateTest, Rule, RuleVerdict
+from audit.report import rows
+from audit.report.wording import span
 from dashboards import (
     charts,
     downloads,
@@ -26,7 +28,7 @@ from dashboards import (
     trend_charts,
 )
 from dashboards.theme import DARK, LIGHT
-from dashboards.views import trends
+from dashboards.views import trends, verdict
 
 CELLS = [
     Cell(
@@ -194,6 +196,45 @@ def test_rules_are_a_table_with_every_number():
     )
     row = frames.rules([found]).row(0, named=True)
     assert (row["outcome"], row["value"], row["low"], row["floor_sd"]) == ("FAIL", 0.1, 0.05, 0.01)
+    assert (row["allowed"], row["judged"], row["effect_floor"]) == ("±.02", "shift", None)
+
+
+EXCESS = RuleVerdict(
+    Rule("corner", "excess", within=0.03),
+    "corner",
+    Outcome.FAIL,
+    "moved",
+    value=0.025,
+    interval=(0.02, 0.03),
+    limit=0.03,
+    excess=ReplicateTest(0.02, 9.0, 0.001, (0.012, 0.024), 0.01, 3),
+    adjusted_pvalue=0.002,
+    n_clusters=7,
+)
+
+
+def test_rules_as_a_file_hold_what_was_judged_as_the_page_shows_it():
+    row = frames.rules([EXCESS], 0.01).row(0, named=True)
+    shown = rows.rule_row(EXCESS)
+    assert (row["judged"], row["value"], row["observed"]) == ("excess", 0.02, 0.025)
+    assert span("shift", (row["low"], row["high"])) == shown.interval == "[+.012, +.024]"
+    assert row["allowed"] == shown.limit
+    assert (row["limit"], row["effect_floor"], row["adjusted_pvalue"]) == (0.03, 0.01, 0.002)
+    assert (row["n_groups"], row["outcome"], row["sentence"]) == (7, "FAIL", "moved")
+
+
+def test_rules_as_a_file_hold_the_warn_limit_and_that_it_warned():
+    found = RuleVerdict(
+        Rule("corner", "limit", fail=0.02, warn=0.01), "corner", Outcome.PASS, "moved", warned=True
+    )
+    row = frames.rules([found], 0.01).row(0, named=True)
+    assert (row["outcome"], row["warn_limit"]) == ("WARN", 0.01)
+
+
+def test_a_rule_on_the_page_names_the_effect_floor_that_fails_it():
+    page = verdict._rule(EXCESS, 0.01)
+    assert "±.03" in page
+    assert "fails from .01 (effect floor)" in page
 
 
 # --- names --------------------------------------------------------------------------------------

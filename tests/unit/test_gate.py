@@ -139,6 +139,20 @@ def test_limit_passes_with_a_warning_beyond_warn(value, warned):
     verdict = judge(comparison(cell(value)), limit(warn=0.01))
     expect(verdict, "PASS", 0)
     assert verdict.rules[0].warned is warned
+    assert ("warn limit ±.01" in verdict.rules[0].sentence) is warned
+
+
+def test_warning_says_whether_the_interval_crosses_the_warn_limit_or_lies_beyond_it():
+    crossing, beyond = (judge(comparison(cell(v)), limit(warn=0.01)).rules[0] for v in (0.009, 0.015))
+    assert "limit ±.02, warn limit ±.01, which the interval crosses" in crossing.sentence
+    assert "limit ±.02, warn limit ±.01, beyond which the interval lies" in beyond.sentence
+
+
+def test_limit_that_only_warns_is_called_a_warn_limit():
+    warned, quiet = (judge(comparison(cell(v)), limit(fail=None, warn=0.01)).rules[0] for v in (0.052, 0.004))
+    assert "within" not in warned.sentence
+    assert "warn limit ±.01, beyond which the interval lies" in warned.sentence
+    assert "within the warn limit: " in quiet.sentence
 
 
 def test_limit_that_only_warns_never_fails():
