@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from audit.capture.attention.banded import padded_length
 from audit.capture.attention.layers import plan_capture
 from audit.capture.attention.threads import own_thread
 from audit.capture.attributions.question import Question, differentiable
@@ -39,16 +40,21 @@ def grad_cam(question: Question, layer: int) -> Tensor:
     """
     inputs, _, forward, others = differentiable(question)
     (item,) = question.batch
-    layers = plan_capture(core_model(question.checkpoint.model)).modules().values()
+    layers = list(plan_capture(core_model(question.checkpoint.model)).modules().values())
     with torch.enable_grad(), kept_inputs(layers) as seen:
         score = forward(inputs, *others)
-        features = seen[check_layer(layer, len(seen))]
-        if features.dim() != 3 or features.shape[1] != len(item) or not features.requires_grad:
+        index = check_layer(layer, len(seen))
+        features = seen[index]
+        padded = padded_length(layers[index], len(item)) if len(seen) == len(layers) else len(item)
+        expected = (1, padded), (len(item), 1)  # XLNet's positions come first
+        if features.dim() != 3 or features.shape[:2] not in expected or not features.requires_grad:
             raise CaptureError(
                 f"attention layer {layer} takes features of shape {tuple(features.shape)} for {len(item)} "
                 "positions, so Grad-CAM has no map; use another method"
             )
-        return activation_map(score.sum(), features, torch.arange(len(item)))
+        places = torch.arange(features[..., 0].numel())
+        places[len(item) :] = -1  # padding, added behind
+        return activation_map(score.sum(), features, places)[: len(item)]
 
 
 def check_layer(layer: int, count: int) -> int:

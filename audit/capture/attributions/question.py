@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from audit.capture.attention.passes import run_model
-from audit.capture.attention.threads import own_thread
+from audit.capture.attributions.embedded import check_copies, check_own, embedded
 from audit.capture.attributions.occlusion import occluded, replacement_token
 from audit.capture.inputs.batches import stack
 from audit.capture.inputs.cells import cells_of
@@ -58,6 +59,14 @@ class Question:
         outputs = run_model(self.checkpoint.model, stack(items), keep_logits=self.keep_logits)
         return self.score(outputs, len(items), precise=True)
 
+    def own(self) -> tuple[float, float]:
+        """Return the score of the first probe's target in the model's own pass, and its size."""
+        with torch.no_grad():
+            outputs = run_model(self.checkpoint.model, stack(self.batch[:1]), keep_logits=self.keep_logits)
+            logits = class_logits(outputs, self.read[:1], self.checkpoint.task).double()
+        target = self.targets[self.batch[0].probe.id]
+        return float(target.of(logits)[0]), float(target.size(logits)[0])
+
 
 def differentiable(
     question: Question,
@@ -66,7 +75,12 @@ def differentiable(
 
     Pixels of images, samples or spectrograms of sound, embeddings of text. The baseline is what occlusion
     makes of the inputs when it takes every position: special positions keep theirs, so they get no part of
-    the difference.
+    the difference. Called with the leaf, the function checks that it gives the model's own logit.
+
+    Raises
+    ------
+    CaptureError
+        By the function, when the inputs cannot be replaced in this model.
     """
     core, (item,) = core_model(question.checkpoint.model), question.batch
     tensors = {name: t.to(core.device) for name, t in item.tensors.items()}
@@ -79,30 +93,28 @@ def differentiable(
         table = core.get_input_embeddings()
         inputs, baseline = table(tensors["input_ids"]), table(bare["input_ids"].to(core.device))
     names = list(tensors)
+    own = question.own()
+    leaf = inputs.detach().clone().requires_grad_()
 
     def forward(given: Tensor, *others: Tensor) -> Tensor:
         feed = dict(zip(names, others, strict=True))
         with _put(core, given, feed, name):
             outputs = run_model(question.checkpoint.model, feed, keep_logits=question.keep_logits)
-        return question.score(outputs, len(given))
+        found = question.score(outputs, len(given))
+        check_copies(item.probe.id, found, len(given))
+        if len(given) == 1 and torch.equal(given, leaf):
+            check_own(item.probe.id, found, *own, core.dtype)
+        return found
 
-    leaf = inputs.detach().clone().requires_grad_()
     return leaf, baseline.detach(), forward, tuple(tensors.values())
 
 
-@contextmanager
-def _put(core: Any, given: Tensor, feed: dict[str, Tensor], name: str | None) -> Iterator[None]:
+def _put(core: Any, given: Tensor, feed: dict[str, Tensor], name: str | None) -> AbstractContextManager[None]:
     """Put `given` in the place of an argument, or of what the table of embeddings returns."""
-    if name is not None:
-        feed[name] = given
-        yield
-        return
-    hook = own_thread(lambda _module, _args, _output: given)
-    handle = core.get_input_embeddings().register_forward_hook(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
+    if name is None:
+        return embedded(core.get_input_embeddings(), given, feed["input_ids"])
+    feed[name] = given
+    return nullcontext()
 
 
 def by_position(parts: Tensor, item: Encoded) -> Tensor:

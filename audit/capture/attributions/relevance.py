@@ -54,7 +54,7 @@ def relevance(question: Question) -> tuple[Tensor, float]:
     (item,) = question.batch
     inputs, _, forward, others = differentiable(question)
     with torch.enable_grad(), only_added(core) as added, conserving(core):
-        score = forward(inputs, *others).sum()
+        score = forward(inputs, *others)[0]  # checked to be the model's own
         (parts,), total = relevances(score, [inputs], added)
     sizes = by_position(parts, item)
     error = conservation_error(item.probe.id, core, score, total, float(sizes.sum()))

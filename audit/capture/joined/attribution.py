@@ -135,7 +135,7 @@ def _spoken(parts: Parts, least: float) -> Parts:
 def _input_x_gradient(asked: JoinedQuestion, targets: Mapping[str, Score]) -> Parts:
     """Return |Σ input · gradient| of each token and patch."""
     pixels, words = asked.inputs()
-    by_pixel, by_word = asked.slopes(pixels, words, targets)
+    by_pixel, by_word = asked.slopes(pixels, words, targets, asked.own(targets))
     return asked.summed(pixels * by_pixel, None if words is None or by_word is None else words * by_word)
 
 

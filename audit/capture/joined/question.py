@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from audit.capture.attention.passes import exclusive, place, run_model
-from audit.capture.attention.threads import own_thread
+from audit.capture.attributions.embedded import check_own, embedded
 from audit.capture.attributions.occlusion import replacement_token
 from audit.capture.inputs.encoded import Encoded, core_model
 from audit.capture.inputs.pictures import Picture
@@ -132,9 +132,15 @@ class JoinedQuestion:
 
     @contextmanager
     def scored(
-        self, pixels: Tensor, words: Tensor | None, targets: Mapping[str, Score]
+        self, pixels: Tensor, words: Tensor | None, targets: Mapping[str, Score], own: float | None = None
     ) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """Yield the score of pixels and embedded tokens; these and the constants are leaves of its graph."""
+        """Yield the score of pixels and embedded tokens; these and the constants are leaves of its graph.
+
+        Raises
+        ------
+        CaptureError
+            When the inputs cannot be replaced, or the score is not `own` where that is given.
+        """
         model = self.checkpoint.model
         core = core_model(model)
         tensors = place(self.item.tensors, core.device, core.dtype)
@@ -142,20 +148,27 @@ class JoinedQuestion:
         with exclusive(model), torch.enable_grad(), ExitStack() as stack:
             if words is not None:
                 leaves.append(words.to(core.device, core.dtype).detach().requires_grad_())
-                stack.enter_context(_embedded(core, leaves[1]))
+                table = core.get_input_embeddings()  # also called for the token that stands for the image
+                stack.enter_context(embedded(table, leaves[1], tensors["input_ids"], others=True))
             for name in self.constants:
                 tensors[name] = tensors[name].detach().requires_grad_()
                 leaves.append(tensors[name])
             outputs = run_model(model, {**tensors, self.argument: leaves[0].clone()}, keep_logits=True)
             score = self.score(outputs, targets)
             check_differentiable(score, outputs)
+            if own is not None:
+                check_own(self.item.probe.id, score, own, abs(own), core.dtype)
             yield score, leaves
 
+    def own(self, targets: Mapping[str, Score]) -> float:
+        """Return the score of the model's own pass, which :meth:`scored` must give at the probe's inputs."""
+        return self.value(self.item.tensors, targets)
+
     def slopes(
-        self, pixels: Tensor, words: Tensor | None, targets: Mapping[str, Score]
+        self, pixels: Tensor, words: Tensor | None, targets: Mapping[str, Score], own: float | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Return the gradients of the score by pixels and embedded tokens at these."""
-        with self.scored(pixels, words, targets) as (score, leaves):
+        with self.scored(pixels, words, targets, own) as (score, leaves):
             found = torch.autograd.grad(score, leaves, allow_unused=True)
         slopes = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
         return slopes[0].double().cpu(), slopes[1].double().cpu() if len(slopes) > 1 else None
@@ -180,17 +193,3 @@ class JoinedQuestion:
         found = np.bincount(fed[fed >= 0], parts[fed >= 0], minlength=len(self.removable))
         tokens = np.zeros(0) if words is None else words[0].sum(dim=-1).numpy()
         return np.abs(tokens), np.abs(found)
-
-
-@contextmanager
-def _embedded(core: Any, given: Tensor) -> Iterator[None]:
-    """Put `given` in the place of what the table of embeddings returns for the tokens."""
-
-    def put(_module: Any, _args: Any, output: Any) -> Any:
-        return given.clone() if isinstance(output, Tensor) and output.shape == given.shape else None
-
-    handle = core.get_input_embeddings().register_forward_hook(own_thread(put))
-    try:
-        yield
-    finally:
-        handle.remove()

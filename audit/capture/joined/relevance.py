@@ -33,12 +33,12 @@ def relevance_parts(asked: JoinedQuestion, targets: Mapping[str, Score]) -> tupl
         When relevances and added constants do not give the score: some step has no rule.
     """
     core = core_model(asked.checkpoint.model)
-    pixels, words = asked.inputs()
+    (pixels, words), own = asked.inputs(), asked.own(targets)
     with (
         exclusive(asked.checkpoint.model),
         only_added(core) as added,
         conserving(core),
-        asked.scored(pixels, words, targets) as (score, leaves),
+        asked.scored(pixels, words, targets, own) as (score, leaves),
     ):
         found, total = relevances(score, leaves, added)
     parts = asked.summed(found[0].cpu(), found[1].cpu() if len(found) > 1 else None)
@@ -74,7 +74,8 @@ def class_activation(
             "has the features of patches and Grad-CAM has no map of them; use occlusion, lrp or shap"
         )
     modules = {one.module: None for one in layers}  # once each, where layers share theirs
-    with kept_inputs(modules) as seen, asked.scored(*asked.inputs(), targets) as (score, _):
+    own = asked.own(targets)
+    with kept_inputs(modules) as seen, asked.scored(*asked.inputs(), targets, own) as (score, _):
         index = check_layer(layer, len(seen))
         windows = slots.get(layers[index].path) if len(seen) == len(layers) else None
         found = activation_map(score, seen[index], _places(seen[index], windows, asked, last))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -50,6 +50,10 @@ class Score:
         index = torch.tensor([index for index, _ in self.entries], device=logits.device)
         weights = torch.tensor([w for _, w in self.entries], device=logits.device, dtype=logits.dtype)
         return (logits[:, index] * weights).sum(dim=1)
+
+    def size(self, logits: Tensor) -> Tensor:
+        """Return the sum of the sizes of the parts, which rounding is in proportion to: (row,)."""
+        return replace(self, entries=tuple((i, abs(weight)) for i, weight in self.entries)).of(logits.abs())
 
 
 def is_pair(target: Any) -> bool:

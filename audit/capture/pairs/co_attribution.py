@@ -119,7 +119,8 @@ def _class_activation(
     The self-attention above the last of them reaches the answer from the text alone.
     """
     crossing = {x.module: None for x in plan.layers if crosses(x.path)}
-    with kept_inputs(crossing) as seen, asked.scored(*asked.inputs(), targets) as (score, _):
+    own = asked.own(targets)
+    with kept_inputs(crossing) as seen, asked.scored(*asked.inputs(), targets, own) as (score, _):
         index = check_layer(layer, len(seen) // 2)  # each is called by the text, then by the image
         text, image = (
             activation_map(score, features, torch.arange(features.shape[1])).cpu()

@@ -19,6 +19,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from audit.capture.attention.passes import run_model
 from audit.capture.attention.threads import own_thread
 from audit.capture.attributions.attribution import AttributionFold, attribute
+from audit.capture.attributions.embedded import embedded
 from audit.capture.attributions.question import Question
 from audit.capture.engines.fold import BatchFold
 from audit.capture.engines.settings import FoldSettings
@@ -45,6 +46,11 @@ class _Table(nn.Module):
         """Return the embeddings (token, dim)."""
         weight: Tensor = self.table.weight
         return weight
+
+    @property
+    def watched(self) -> bool:
+        """Return whether a hook waits; where none does, the model is left to its own table."""
+        return bool(self._forward_hooks)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the embedding of each id."""
@@ -91,8 +97,9 @@ class Half(nn.Module):
         feed = {name: tensor.expand(len(given), *tensor.shape[1:]) for name, tensor in self.fixed.items()}
         feed[self.name] = given
         with ExitStack() as stack:
-            if isinstance(self.table, _Table):
-                stack.enter_context(embedded_in(self.stack, self.table.table, self.table(given)))
+            if isinstance(self.table, _Table) and self.table.watched:
+                put = embedded_in(self.stack, self.table.table, self.table(given), given)
+                stack.enter_context(put)
             outputs = run_model(self.model, feed, keep_logits=True)
         own = similarity(outputs)
         logits = outputs.logits.flatten(1) if own is None else own[:, None]
@@ -107,8 +114,8 @@ def stack_of(core: Any, name: str) -> Any:
 
 
 @contextmanager
-def embedded_in(stack: Any, table: nn.Module, given: Tensor) -> Iterator[None]:
-    """Put `given` in the place of what `table` returns while `stack` runs, since two stacks may share it.
+def embedded_in(stack: Any, table: nn.Module, given: Tensor, ids: Tensor) -> Iterator[None]:
+    """Put `given` in the place of what `table` returns for `ids` while `stack` runs: two may share it.
 
     Not by the argument for embedded inputs: Marian scales what its table returns, and would not scale these.
     """
@@ -117,15 +124,12 @@ def embedded_in(stack: Any, table: nn.Module, given: Tensor) -> Iterator[None]:
     def turn(*_given: Any) -> None:
         running[0] = not running[0]
 
-    hooks = [table.register_forward_hook(own_thread(lambda *_given: given if running[0] else None))]
-    if stack is not None:
-        hooks.append(stack.register_forward_pre_hook(own_thread(turn)))
-        hooks.append(stack.register_forward_hook(own_thread(turn)))
-    try:
+    with ExitStack() as hooks:
+        if stack is not None:
+            hooks.callback(stack.register_forward_pre_hook(own_thread(turn)).remove)
+            hooks.callback(stack.register_forward_hook(own_thread(turn)).remove)
+        hooks.enter_context(embedded(table, given, ids, running=lambda: running[0]))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @dataclass(frozen=True)

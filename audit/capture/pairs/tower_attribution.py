@@ -15,6 +15,7 @@ from torch import Tensor
 
 from audit.capture.attention.layers import CapturePlan
 from audit.capture.attention.passes import exclusive, place, run_model
+from audit.capture.attributions.embedded import check_own
 from audit.capture.attributions.grad_cam import activation_map, check_layer, kept_inputs
 from audit.capture.attributions.question import by_position
 from audit.capture.attributions.relevance import conservation_error, conserving, only_added, relevances
@@ -93,7 +94,8 @@ class Similarity:
         """
         core = core_model(self.checkpoint.model)
         tables = [table for table in self.tables if table is not None]
-        with only_added(core, *tables) as added, conserving(core), self._scored(item) as (score, leaves):
+        own = self._own(item)
+        with only_added(core, *tables) as added, conserving(core), self._scored(item, own) as (score, leaves):
             found, total = relevances(score, leaves, added)
         views = [
             Encoded(item.probe, {name: item.tensors[name]}, own, cells=_cells(item, name))
@@ -114,10 +116,11 @@ class Similarity:
             }
             for stack in self.plan.stacks
         ]  # once each, where layers share theirs
+        own = self._own(item)
         with (
             kept_inputs(layers[0]) as first,
             kept_inputs(layers[1]) as second,
-            self._scored(item) as (score, _),
+            self._scored(item, own) as (score, _),
         ):
             maps = [
                 self._map(score, seen, len(own), stack)
@@ -134,9 +137,16 @@ class Similarity:
             )
         return activation_map(score, features, torch.arange(length))
 
+    def _own(self, item: Encoded) -> float:
+        """Return what is explained, of the model's own pass."""
+        with torch.no_grad():
+            return float(
+                self._explained(item, run_model(self.checkpoint.model, item.tensors, keep_logits=True))
+            )
+
     @contextmanager
-    def _scored(self, item: Encoded) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """Yield what is explained, and both inputs as leaves of its graph."""
+    def _scored(self, item: Encoded, own: float) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """Yield what is explained, which must be `own`, and both inputs as leaves of its graph."""
         core = core_model(self.checkpoint.model)
         given, leaves = place(item.tensors, core.device, core.dtype), list[Tensor]()
         with torch.enable_grad(), ExitStack() as stack:
@@ -151,14 +161,21 @@ class Similarity:
                 if table is None:
                     given[name] = leaves[-1].clone()
                 else:
-                    stack.enter_context(embedded_in(stack_of(core, name), table, leaves[-1].clone()))
+                    put = embedded_in(stack_of(core, name), table, leaves[-1].clone(), given[name])
+                    stack.enter_context(put)
             outputs = run_model(self.checkpoint.model, given, keep_logits=True)
-            yield self._explained(item, outputs), leaves
+            score = self._explained(item, outputs)
+            check_own(item.probe.id, score, own, abs(own), core.dtype)
+            if not score.requires_grad:
+                raise CaptureError(
+                    f"{type(outputs).__name__} gives a score without a gradient; use occlusion, shap or lime"
+                )
+            yield score, leaves
 
     def _explained(self, item: Encoded, outputs: Any) -> Tensor:  # noqa: ARG002
         """Return the similarity, a scalar."""
         found = similarity(outputs)
-        if found is None or not found.requires_grad:
+        if found is None:
             raise CaptureError(f"{type(outputs).__name__} gives no similarity of text and image to explain")
         return found.sum()
 
