@@ -118,6 +118,14 @@ def test_as_many_copies_as_positions_are_transposed_all_the_same():
     assert torch.equal(placed(given, ids, ids, torch.zeros(4, 4, 2)), given)
 
 
+def test_a_model_may_add_to_its_embeddings_in_place():
+    table, leaf = torch.nn.Embedding(10, 2), GIVEN.clone().requires_grad_()
+    with embedded(table, leaf, IDS):
+        table(IDS).add_(1).sum().backward()
+    assert torch.equal(leaf.grad, torch.ones_like(GIVEN))
+    assert torch.equal(leaf.detach(), GIVEN)
+
+
 def test_a_table_that_is_never_called_for_the_tokens_is_refused():
     table = torch.nn.Embedding(10, 2)
     said = r"calls its table of embeddings with nothing for tokens of shape \(1, 4\).*use occlusion"

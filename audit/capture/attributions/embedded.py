@@ -91,7 +91,8 @@ def embedded(
             return None
         called = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
         known = called is not None and isinstance(output, Tensor)
-        found = placed(given, ids, called, output) if known and called is not None else None
+        given_once = given.clone()  # some models add to their embeddings in place
+        found = placed(given_once, ids, called, output) if known and called is not None else None
         calls.append(str(tuple(called.shape)) if called is not None else "no tensor")
         uses.append(found is not None)
         if found is None and not others:
