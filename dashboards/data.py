@@ -1,17 +1,19 @@
-"""What the pages show, read from the store once and kept: files of a store never change."""
+"""What the pages show, read from the store once and kept for as long as its files are the same."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 
-from audit.errors import AuditError
+from audit.errors import AuditError, StoreError
 from audit.records import Cell, Comparison, Map, Outcome, Verdict
 from audit.store import Store
 
@@ -46,9 +48,74 @@ def _open(url: str) -> Store:
 
 
 def comparisons() -> Listing:
-    """Return the manifests of comparisons; a damaged one hides no other."""
+    """Return the manifests of comparisons as they are read today; a damaged one hides no other.
+
+    `outcome` and `sentence` are those with the approvals that count, `accepted` tells who accepted which
+    rules, and `changed` why a comparison is not the one that was logged; its outcome is ERROR then.
+    """
     where = store()
-    return _listing(where.comparisons, where.comparison_ids, where.comparison_manifest)
+    found = _listing(where.comparisons, where.comparison_ids, where.comparison_manifest)
+    return Listing(tuple(_as_read(one) for one in found.manifests), (*found.problems, *log().problems))
+
+
+def _as_read(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
+    name = str(manifest["comparison_id"])
+    why = _changed(name, "verdict")
+    if why is None and manifest["outcome"] != Outcome.FAIL.value:
+        return manifest
+    try:
+        found = verdict(name)
+    except AuditError as error:
+        why = why or (str(error) if _changed(name, "comparison", "verdict") else None)
+        found = None
+    if why is not None:
+        return {**manifest, "outcome": Outcome.ERROR.value, "sentence": f"Changed since it was logged: {why}",
+                "changed": why}  # fmt: skip
+    if found is None:  # what is wrong with the approvals or the log is told beside the verdicts
+        return manifest
+    return {**manifest, "outcome": found.status, "sentence": found.sentence, "accepted": accepted(found)}
+
+
+def accepted(found: Verdict) -> dict[str, tuple[str, ...]]:
+    """Return who accepted (with date and reason) → the rules and regions that this person accepted."""
+    by: dict[str, list[str]] = {}
+    for one in found.rules:
+        if one.approved_by:
+            by.setdefault(one.approved_by, []).append(f"{one.rule.label} on {one.region}")
+    return {who: tuple(dict.fromkeys(what)) for who, what in by.items()}
+
+
+def _changed(name: str, *tables: str) -> str | None:
+    return store().changed(name, tables, _recorded().get(name, ()))
+
+
+def _require_logged(name: str, *tables: str) -> None:
+    if (why := _changed(name, *tables)) is not None:
+        raise StoreError(f"changed since it was logged: {why}")
+
+
+def _recorded() -> dict[str, set[str]]:
+    return _seals(str(store().root), _stamp(store().root / "log"))
+
+
+@st.cache_resource(max_entries=2, show_spinner=False)
+def _seals(root: str, stamp: tuple[int, int, int]) -> dict[str, set[str]]:  # noqa: ARG001 (part of the cache's key)
+    """Return the seals that the log recorded of each comparison; it only grows, so its folder tells when."""
+    found: dict[str, set[str]] = {}
+    for entry in _open(root).log(intact=True):
+        if entry["kind"] == "comparison":
+            found.setdefault(entry["payload"]["comparison_id"], set()).add(entry["payload"]["seal"])
+    return found
+
+
+def log() -> Listing:
+    """Return the entries of the log before the first that was changed, and what is wrong with it."""
+    return _log(str(store().root), _stamps_in(store().root / "log"))
+
+
+@st.cache_resource(max_entries=2, show_spinner=False)
+def _log(root: str, stamp: str) -> Listing:  # noqa: ARG001 (part of the cache's key)
+    return Listing(tuple(_open(root).log(intact=True)), tuple(_open(root).verify_log()))
 
 
 def runs() -> Listing:
@@ -78,19 +145,21 @@ def _listing(
 def approvals() -> Listing:
     """Return the approvals, and what cannot be read of them."""
     try:
-        return _approvals(str(store().root), _stamp(store().root / "approvals"))
+        return _approvals(str(store().root), _stamps_in(store().root / "approvals"))
     except AuditError as error:
         return Listing((), (str(error),))
 
 
 def comparison(name: str) -> Comparison:
     """Return a stored comparison with every cell."""
-    return _comparison(str(store().root), name)
+    _require_logged(name, "comparison")
+    return _comparison(str(store().root), name, _key([name], "comparison"))
 
 
 def stored_verdict(name: str) -> Verdict | None:
     """Return the verdict of a comparison as it was stored, without approvals."""
-    return _verdict(str(store().root), name)
+    _require_logged(name, "verdict")
+    return _verdict(str(store().root), name, _key([name], "verdict"))
 
 
 def verdict(name: str) -> Verdict | None:
@@ -98,16 +167,29 @@ def verdict(name: str) -> Verdict | None:
     found = stored_verdict(name)
     if found is None or found.outcome is not Outcome.FAIL:
         return found
-    given = _approvals(str(store().root), _stamp(store().root / "approvals")).manifests
+    given = _approvals(str(store().root), _stamps_in(store().root / "approvals")).manifests
     after = store().comparison_manifest(name)["after"] if given else None
     digest = (after or {}).get("digest")
     if all((one.get("bound") or {}).get("after") != digest for one in given):
         # Spares reading the log and every cell of the comparison, which an overview does not need.
         return found
-    from audit.pipeline.accepted import apply_approvals
+    allowed = signers(comparison(name))
+    stamps = [_stamps_in(store().root / part) for part in ("approvals", "log")]
+    key = (_key([name], "comparison", "verdict"), *stamps, str(allowed and (allowed, _stamp(allowed.path))))
+    return _applied(str(store().root), name, key, datetime.now(UTC).date(), allowed)
 
-    whole = comparison(name)
-    return apply_approvals(store(), whole, found, signers=signers(whole))
+
+@st.cache_resource(max_entries=1024, show_spinner=False)
+def _applied(
+    root: str,
+    name: str,
+    key: tuple[str, ...],  # noqa: ARG001 (stands for the files)
+    today: date,
+    _signers: Any,
+) -> Verdict | None:
+    from audit.pipeline import read_verdict
+
+    return read_verdict(_open(root), name, signers=_signers, today=today)
 
 
 def signers(whole: Comparison) -> Any:
@@ -128,12 +210,12 @@ def signers(whole: Comparison) -> Any:
 
 def trends(name: str) -> list[Trend]:
     """Return the trend of each region over the history of a comparison, up to it."""
-    return _trends(str(store().root), name, len(store().comparison_ids()))
+    return _trends(str(store().root), name, _key(store().comparison_ids(), "comparison", "verdict"))
 
 
 def probe_rows(name: str) -> pl.DataFrame:
     """Return the comparison's rows per probe × stream × region."""
-    return _probe_rows(str(store().root), name)
+    return _probe_rows(str(store().root), name, _key([name], "probes"))
 
 
 def answers(before: str, after: str) -> pl.DataFrame:
@@ -143,7 +225,7 @@ def answers(before: str, after: str) -> pl.DataFrame:
     confidence_before, confidence_after, change``; change is ``same``, ``changed``, ``newly wrong``,
     ``fixed`` or null where nothing is predicted.
     """
-    return _answers(str(store().root), before, after)
+    return _answers(str(store().root), before, after, _key([before, after], "predictions"))
 
 
 def subset(name: str, chosen: Selected, crossed: Selected | None = None) -> tuple[Cell, ...]:
@@ -157,61 +239,81 @@ def subset(name: str, chosen: Selected, crossed: Selected | None = None) -> tupl
     crossed : Selected or None
         What the same filters leave of the second probe set.
     """
-    key = (len(store().run_ids()), crossed is not None, *chosen.filters)
+    whole = comparison(name)
+    sides = [one.run_id for one in (whole.before, whole.after, *whole.replicates) if one is not None]
+    runs = [*sides, *map(str, whole.settings.get("domain") or ())]
+    stamp = _key([name, *runs], "comparison", "predictions", "reliance", "layers")
+    key = (stamp, crossed is not None, *chosen.filters)
     return _subset(str(store().root), name, key, chosen.ids, crossed.ids if crossed else None)
 
 
 def map_of(run_id: str, probe_id: str, stream: str) -> Map:
     """Return one stored map."""
-    return _map_of(str(store().root), run_id, probe_id, stream)
+    return _map_of(str(store().root), run_id, probe_id, stream, _key([run_id], "maps", "layer_maps"))
 
 
 def aggregate(run_id: str) -> pl.DataFrame:
     """Return mean and SD of each region of one run."""
-    return _aggregate(str(store().root), run_id)
+    return _aggregate(str(store().root), run_id, _key([run_id], "aggregate", "reliance", "layers"))
 
 
-def _stamp(directory: Path) -> int:
+def _stamp(path: Path) -> tuple[int, int, int]:
     try:
-        return directory.stat().st_mtime_ns
+        found = path.stat()
     except OSError:
-        return 0
+        return (0, 0, 0)
+    return (found.st_mtime_ns, found.st_size, found.st_ino)
+
+
+def _stamps_in(directory: Path) -> str:
+    """Return what changes when any file of a directory is changed, added or removed."""
+    names = sorted(directory.iterdir()) if directory.is_dir() else []
+    return _short([(one.name, _stamp(one)) for one in names])
+
+
+def _key(names: Sequence[str], *tables: str) -> str:
+    """Return what changes when a manifest, or a listed file of these tables, does; read anew then."""
+    return _short([store().stamps(one, tables) for one in names])
+
+
+def _short(stamps: Sequence[Any]) -> str:
+    return hashlib.sha256(repr(stamps).encode()).hexdigest()
 
 
 @st.cache_resource(max_entries=2, show_spinner=False)
-def _approvals(root: str, stamp: int) -> Listing:  # noqa: ARG001 (part of the cache's key)
+def _approvals(root: str, stamp: str) -> Listing:  # noqa: ARG001 (part of the cache's key)
     return Listing(tuple(_open(root).approvals()))
 
 
 @st.cache_resource(max_entries=32, show_spinner="Following the audits …")
-def _trends(root: str, name: str, number: int) -> list[Trend]:  # noqa: ARG001 (part of the cache's key)
+def _trends(root: str, name: str, stamp: str) -> list[Trend]:  # noqa: ARG001 (part of the cache's key)
     from audit.pipeline import trends
 
     return trends(_open(root), name)
 
 
 @st.cache_resource(max_entries=64, show_spinner=False)
-def _aggregate(root: str, run_id: str) -> pl.DataFrame:
+def _aggregate(root: str, run_id: str, stamp: str) -> pl.DataFrame:  # noqa: ARG001 (part of the cache's key)
     return _open(root).aggregate([run_id])
 
 
 @st.cache_resource(max_entries=128, show_spinner=False)
-def _comparison(root: str, name: str) -> Comparison:
+def _comparison(root: str, name: str, stamp: str) -> Comparison:  # noqa: ARG001 (part of the cache's key)
     return _open(root).comparison(name)
 
 
 @st.cache_resource(max_entries=1024, show_spinner=False)
-def _verdict(root: str, name: str) -> Verdict | None:
+def _verdict(root: str, name: str, stamp: str) -> Verdict | None:  # noqa: ARG001 (part of the cache's key)
     return _open(root).verdict(name)
 
 
 @st.cache_resource(max_entries=8, show_spinner=False)
-def _probe_rows(root: str, name: str) -> pl.DataFrame:
+def _probe_rows(root: str, name: str, stamp: str) -> pl.DataFrame:  # noqa: ARG001 (part of the cache's key)
     return _open(root).comparison_probes(name)
 
 
 @st.cache_resource(max_entries=64, show_spinner=False)
-def _map_of(root: str, run_id: str, probe_id: str, stream: str) -> Map:
+def _map_of(root: str, run_id: str, probe_id: str, stream: str, stamp: str) -> Map:  # noqa: ARG001 (part of the cache's key)
     return _open(root).map_of(run_id, probe_id, stream)
 
 
@@ -226,7 +328,7 @@ def _subset(
     from audit.pipeline import compare_subset, subset_crossing
     from audit.pipeline.compare import Statistics
 
-    whole = _comparison(root, name)
+    whole = _open(root).comparison(name)
     statistics = Statistics(alpha=whole.alpha, resamples=RESAMPLES)
     if _domain_ids is None:
         return compare_subset(_open(root), whole, _ids, statistics=statistics)
@@ -234,7 +336,7 @@ def _subset(
 
 
 @st.cache_resource(max_entries=8, show_spinner=False)
-def _answers(root: str, before: str, after: str) -> pl.DataFrame:
+def _answers(root: str, before: str, after: str, stamp: str) -> pl.DataFrame:  # noqa: ARG001 (part of the cache's key)
     import polars as pl
 
     where = _open(root)

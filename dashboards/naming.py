@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from audit.records import RunRef
+from audit.report import rows
 from audit.report.wording import clip
 
 WIDEST = 60
@@ -59,6 +60,20 @@ def pair_of(manifest: Mapping[str, Any]) -> Pair:
     """Return the two checkpoints of a comparison's manifest."""
     before, after = ((manifest[side] or {}).get("checkpoint") for side in ("before", "after"))
     return before, after
+
+
+def outcome_of(manifest: Mapping[str, Any]) -> str:
+    """Return the outcome of a comparison as it is read today, in words: ``PASS (approved)``.
+
+    Examples
+    --------
+    >>> outcome_of({"outcome": "PASS", "accepted": {"bob": ("limit shift opening",)}})
+    'PASS (approved)'
+    """
+    outcome = str(manifest["outcome"] or rows.COMPARED)
+    if manifest.get("changed"):
+        return f"{outcome} (changed since it was logged)"
+    return f"{outcome} (approved)" if manifest.get("accepted") and outcome != "FAIL" else outcome
 
 
 def pair_names(manifests: Iterable[Mapping[str, Any]]) -> dict[Pair, str]:

@@ -320,9 +320,9 @@ class Store:
         """Append one entry to the log and return it, with its digest and the previous one's."""
         return _log.append(self.root / "log", kind, dict(payload))
 
-    def log(self) -> list[dict[str, Any]]:
-        """Return every entry of the log in order."""
-        return _log.read(self.root / "log")
+    def log(self, *, intact: bool = False) -> list[dict[str, Any]]:
+        """Return every entry of the log in order; with `intact`, those before the first that was changed."""
+        return (_log.read_intact if intact else _log.read)(self.root / "log")
 
     def log_head(self) -> str:
         """Return the digest of the newest entry; it covers the whole log."""
@@ -336,8 +336,18 @@ class Store:
 
     def verify(self, name: str) -> list[str]:
         """Return what is wrong with a run or comparison: missing or changed files, wrong rows."""
-        files = self._comparisons if name.startswith("cmp-") else self._runs
-        return _upkeep.problems_of(self.root, files, name)
+        return _upkeep.problems_of(self.root, self._files(name), name)
+
+    def changed(self, name: str, tables: Collection[str], recorded: Collection[str] = ()) -> str | None:
+        """Return why a manifest or a file of `tables` is not what was logged (seals `recorded`), or None."""
+        return _upkeep.changed(self._files(name), name, tables, recorded)
+
+    def stamps(self, name: str, tables: Collection[str]) -> tuple[tuple[int, int, int], ...]:
+        """Return time, size and number of a manifest and its files of `tables`; zeros for a missing one."""
+        return self._files(name).stamps(name, tables)
+
+    def _files(self, name: str) -> Files:
+        return self._comparisons if name.startswith("cmp-") else self._runs
 
     def gc(
         self,

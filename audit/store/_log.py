@@ -62,6 +62,17 @@ def read(directory: Path) -> list[dict[str, Any]]:
     return [read_entry(path) for path in entry_paths(directory)]
 
 
+def read_intact(directory: Path) -> list[dict[str, Any]]:
+    """Return the entries before the first that was changed."""
+    found: list[dict[str, Any]] = []
+    for path in entry_paths(directory):
+        try:
+            found.append(read_entry(path))
+        except StoreError:
+            break
+    return found
+
+
 def has(directory: Path, kind: str, payload: dict[str, Any]) -> bool:
     """Return whether the log holds such an entry; the newest entries are looked at first."""
     entries = map(read_entry, reversed(entry_paths(directory)))

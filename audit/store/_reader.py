@@ -19,6 +19,8 @@ from audit.store._rows import read_maps, read_table, read_vectors
 if TYPE_CHECKING:
     import polars as pl
 
+Stamp = tuple[int, int, int]
+GONE: Stamp = (0, 0, 0)
 _BATCH_ROWS = 256
 
 
@@ -30,8 +32,9 @@ class Files:
     """
 
     directory: Path
-    _manifests: dict[str, tuple[tuple[int, int], dict[str, Any]]] = field(default_factory=dict)
-    _checked: dict[tuple[Path, str], tuple[int, int]] = field(default_factory=dict)
+    _manifests: dict[str, tuple[Stamp, dict[str, Any]]] = field(default_factory=dict)
+    _checked: dict[tuple[Path, str], Stamp] = field(default_factory=dict)
+    _sealed: dict[str, tuple[Stamp, str]] = field(default_factory=dict)
 
     def ids(self) -> list[str]:
         """Return the ids of published directories, sorted; unfinished ones are left out."""
@@ -60,12 +63,32 @@ class Files:
 
     def _listed(self, name: str) -> dict[str, Any]:
         path = self.directory / name / MANIFEST
-        state = path.stat()
-        stamp = (state.st_mtime_ns, state.st_size)
+        stamp = stamp_of(path)
         known = self._manifests.get(name)
         if known is None or known[0] != stamp:
             known = self._manifests[name] = (stamp, read_json(path))
         return known[1]
+
+    def seal(self, name: str) -> str:
+        """Return the seal of a manifest whose bytes fit it; read again only when the file has changed."""
+        stamp = stamp_of(self.directory / name / MANIFEST)
+        known = self._sealed.get(name)
+        if known is None or known[0] != stamp:
+            known = self._sealed[name] = (stamp, str(self.manifest(name)["seal"]))
+        return known[1]
+
+    def check(self, name: str, tables: Collection[str]) -> None:
+        """Raise StoreError unless the listed files of these tables are there, as they were written."""
+        for table in tables:
+            self.paths(self._listed(name), table)
+
+    def stamps(self, name: str, tables: Collection[str]) -> tuple[Stamp, ...]:
+        """Return times, sizes and numbers of the manifest and of the listed files of these tables."""
+        found = stamp_of(self.directory / name / MANIFEST)
+        if found == GONE:
+            return (found,)
+        listed = [entry for entry in self._listed(name)["files"] if entry["table"] in tables]
+        return (found, *(stamp_of(self.directory / name / entry["path"]) for entry in listed))
 
     def _require(self, name: str) -> None:
         if "/" in name or "\\" in name or not self.has(name):
@@ -97,15 +120,20 @@ class Files:
                 f"{path} lies outside the store; the manifest that lists it is not to be trusted"
             )
         key = (path, str(entry["sha256"]))
-        if key not in self._checked or not path.exists() or self._checked[key] != _stamp(path):
+        stamp = stamp_of(path)
+        if stamp == GONE or self._checked.get(key) != stamp:
             check_file(path, entry)
-            self._checked[key] = _stamp(path)
+            self._checked[key] = stamp
         return path
 
 
-def _stamp(path: Path) -> tuple[int, int]:
-    state = path.stat()
-    return state.st_mtime_ns, state.st_size
+def stamp_of(path: Path) -> Stamp:
+    """Return time, size and inode of a file, a cheap sign that it was changed; `GONE` if it is missing."""
+    try:
+        state = path.stat()
+    except OSError:
+        return GONE
+    return state.st_mtime_ns, state.st_size, state.st_ino
 
 
 def read_frame(paths: list[Path], table: str, probe_ids: Collection[str] | None = None) -> pl.DataFrame:

@@ -17,6 +17,7 @@ from audit.store._reader import Files
 DAY = 86400
 
 _LOG = "restore the log from a backup"
+_OTHER = "{} is not the manifest that the log recorded; restore the store from a backup"
 
 
 def problems_of(root: Path, files: Files, name: str) -> list[str]:
@@ -66,11 +67,35 @@ def _log_problems(root: Path, path: Path, manifest: dict[str, Any]) -> list[str]
         "seal" in one and name in (one.get("run_id"), one.get("comparison_id")) for one in payloads
     )
     if recorded:
-        return [f"{path} is not the manifest that the log recorded; restore the store from a backup"]
+        return [_OTHER.format(path)]
     return _log.gaps(root / "log") or [
         f"{name} is not in the log: cut after entry {len(payloads) - 1:08d}, not yet written when its "
         f"command was interrupted, or passed by; run that command again, or {_LOG}"
     ]
+
+
+def changed(files: Files, name: str, tables: Collection[str], recorded: Collection[str]) -> str | None:
+    """Return why a manifest, or a file of these tables, is not what was logged; None where it is.
+
+    Cheap to ask again: bytes are read only where a file's time, size or number is new.
+
+    Parameters
+    ----------
+    files : Files
+    name : str
+        A run or comparison.
+    tables : collection of str
+    recorded : collection of str
+        The seals that the log holds of it; where there are none, the manifest stands for itself.
+    """
+    try:
+        seal = files.seal(name)
+        files.check(name, tables)
+    except StoreError as error:
+        return str(error)
+    if recorded and seal not in recorded:
+        return _OTHER.format(files.directory / name / MANIFEST)
+    return None
 
 
 # --- removal ----------------------------------------------------------------------------------

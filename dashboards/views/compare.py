@@ -88,7 +88,7 @@ def choose_comparison(manifests: Sequence[Mapping[str, Any]]) -> str:
 
 def _title(one: Mapping[str, Any], pairs: Mapping[naming.Pair, str]) -> str:
     return (
-        f"{one['outcome'] or rows.COMPARED} · {pairs[naming.pair_of(one)]} · {one['method']} · "
+        f"{naming.outcome_of(one)} · {pairs[naming.pair_of(one)]} · {one['method']} · "
         f"{'2×2 with new data · ' if naming.crossed(one) else ''}"
         f"{blocks.when(one['provenance']['time'])} · {one['comparison_id']}"
     )

@@ -163,6 +163,11 @@ def approvals_by_pair(manifests: Sequence[Mapping[str, Any]]) -> dict[naming.Pai
 
 def approval_remark(model: Model, approval: Mapping[str, Any] | None) -> str:
     """Return whether the newest verdict is new since the last approval of this pair."""
+    if accepted := model.latest.get("accepted"):
+        return "; ".join(
+            f"{', '.join(blocks.clip(one, 80) for one in what)} accepted by {blocks.clip(who, 120)}"
+            for who, what in accepted.items()
+        )
     if approval is None:
         return ""
     time = str(approval["provenance"]["time"])
@@ -179,13 +184,21 @@ def _card(model: Model, approval: Mapping[str, Any] | None) -> None:
         with left:
             head, _ = rows.split_headline(_sentence(latest))
             blocks.html(
-                f'{blocks.badge(model.outcome)} <span class="pair">&nbsp;{blocks.text(model.name)}</span>'
+                f"{blocks.badge(model.outcome)}{_standing(latest)} "
+                f'<span class="pair">&nbsp;{blocks.text(model.name)}</span>'
                 f'<p style="margin:.55rem 0 .3rem">{blocks.text(rows.full_sentence(head))}</p>'
                 f'<p class="note">{_remark(model, approval)}</p>{_settle(name, model.outcome)}'
             )
         with right:
-            _figure(name, model)
+            if not latest.get("changed"):
+                _figure(name, model)
             blocks.link("compare", "Open", ":material/arrow_forward:", comparison=name)
+
+
+def _standing(manifest: Mapping[str, Any]) -> str:
+    """Return what stands beside the badge: approved, or changed since it was logged."""
+    _, bracket, words = naming.outcome_of(manifest).partition(" (")
+    return f' <span class="soft">({blocks.text(words)}</span>' if bracket else ""
 
 
 def _sentence(manifest: Mapping[str, Any]) -> str:
@@ -206,7 +219,7 @@ def _remark(model: Model, approval: Mapping[str, Any] | None) -> str:
     if len(model.history) > 1:
         parts.append(f"{len(model.history)} audits so far")
     if approved := approval_remark(model, approval):
-        parts.append(blocks.text(approved))
+        parts.append(blocks.text(approved, 4000))
     return " · ".join(parts)
 
 
@@ -227,7 +240,7 @@ def _figure(name: str, model: Model) -> None:
             f"<small>{blocks.term('interval')} {blocks.text(found[2] or '–')}</small>"
         )
     if len(model.history) > 1:
-        values = [_size(data.stored_verdict(str(one["comparison_id"]))) for one in model.history[-12:]]
+        values = [_size(_stored(one)) for one in model.history[-12:]]
         blocks.html(sparkline(values))
 
 
@@ -244,6 +257,11 @@ def largest(found: Verdict | None) -> tuple[str, str, str] | None:
         quantity("shift", rule.value, like=rule.interval),
         span("shift", rule.interval) if rule.interval else "",
     )
+
+
+def _stored(manifest: Mapping[str, Any]) -> Verdict | None:
+    """Return a verdict of the history, None where it is not the one that was logged."""
+    return None if manifest.get("changed") else data.stored_verdict(str(manifest["comparison_id"]))
 
 
 def _size(found: Verdict | None) -> float | None:
@@ -285,7 +303,8 @@ def audits_frame(found: Sequence[Model]) -> pl.DataFrame:
             {
                 "time": blocks.moment(one["provenance"]["time"]),
                 "model": model.name,
-                "outcome": one["outcome"] or rows.COMPARED,
+                "outcome": naming.outcome_of(one),
+                "accepted by": "; ".join(one.get("accepted") or ()) or None,
                 "method": model.method,
                 "probes": one["n_probes"],
                 "replicates": len(one["replicates"]),

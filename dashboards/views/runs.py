@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import streamlit as st
 
-from audit.report import rows
 from audit.report.wording import count
 from dashboards import blocks, data, downloads, naming, state
 
@@ -219,9 +218,7 @@ def _used_in(name: str) -> None:
         if not found:
             blocks.note("No comparison uses this run yet.")
         for one in found[:8]:
-            label = (
-                f"{one['outcome'] or rows.COMPARED} · {pairs[naming.pair_of(one)]} · {one['comparison_id']}"
-            )
+            label = f"{naming.outcome_of(one)} · {pairs[naming.pair_of(one)]} · {one['comparison_id']}"
             blocks.link("compare", label, ":material/compare_arrows:", comparison=str(one["comparison_id"]))
         if len(found) > 8:
             blocks.note(f"and {len(found) - 8} more.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -13,13 +14,22 @@ import pytest
 from streamlit.testing.v1 import AppTest
 
 from audit.config import load_config
+from audit.errors import StoreError
 from audit.pipeline import approve, gate_runs
-from dashboards import acceptance
+from audit.store._files import seal
+from dashboards import acceptance, data
 from dashboards.data import STORE_VARIABLE
 from dashboards.views import log, overview, trends
 from tests.dashboard_app import APP, fresh, open_page, said
 from tests.dashboard_store import build_many
 from tests.synthetic import World, release
+
+LENIENT = """
+[[gate.rules]]
+region = "opening"
+kind = "limit"
+fail = {fail}
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -190,3 +200,90 @@ def test_a_store_of_5000_runs_opens(failed: tuple[World, Path, str], tmp_path: P
     assert len(app.dataframe[0].value) == 5000
     assert "does not exist" not in said(app)
     said(open_page("compare", many))
+
+
+def test_an_approval_is_read_alike_on_every_page_and_names_all_who_gave_it(
+    failed: tuple[World, Path, str],
+) -> None:
+    world, _, name = failed
+    verdict = world.store.verdict(name)
+    assert verdict is not None
+    labels = list(dict.fromkeys(one.rule.label for one in verdict.rules if one.outcome.value == "FAIL"))
+    assert len(labels) == 2
+    for label, by in zip(labels, ("bob@example.org", "eve@example.org"), strict=True):
+        assert ">FAIL</span>" in said(open_page("overview", world.store.root))
+        approve(world.store, name, rule=label, reason="wanted", by=by, expires="2999-01-01")  # type: ignore[arg-type]
+    listed = said(open_page("overview", world.store.root))
+    assert "<b>1</b>PASS" in listed
+    assert "FAIL" not in listed
+    assert "(approved)" in listed
+    for label, by in zip(labels, ("bob@example.org", "eve@example.org"), strict=True):
+        assert f"{label} on opening" in listed
+        assert f"accepted by {by} until 2999-01-01 (wanted)" in listed
+    chosen = open_page("compare", world.store.root, comparison=name).selectbox[0]
+    assert chosen.options[0].startswith("PASS (approved) · ")
+    run = world.store.comparison(name).after
+    assert run is not None
+    links = open_page("runs", world.store.root, run=run.run_id).get("page_link")
+    assert any("PASS \\(approved\\)" in one.proto.label for one in links)
+
+
+@pytest.fixture
+def passed(tmp_path: Path) -> tuple[World, str]:
+    """Return a passing audit: its world and comparison."""
+    world = World(tmp_path)
+    config = world.config(*release(world), fail=0.9, rules=LENIENT)
+    return world, str(gate_runs(load_config(config)).comparison_id)
+
+
+@pytest.mark.parametrize("how", ["rewritten", "truncated", "deleted", "sealed again"])
+def test_a_running_dashboard_sees_what_was_changed_since_it_was_logged(
+    passed: tuple[World, str], how: str
+) -> None:
+    world, name = passed
+    folder = world.store.root / "comparisons" / name
+    before = said(open_page("overview", world.store.root))
+    assert '<span class="badge PASS">' in before
+    said(open_page("compare", world.store.root, comparison=name))
+    path = folder / ("manifest.json" if how == "sealed again" else "verdict.json")
+    whole = path.read_bytes()
+    if how == "rewritten":
+        path.write_bytes(whole.replace(b'"pass"', b'"fail"').replace(b'"PASS"', b'"FAIL"'))
+        assert path.read_bytes() != whole
+    elif how == "truncated":
+        path.write_bytes(whole[:-1])
+    elif how == "deleted":
+        path.unlink()
+    else:
+        record = json.loads(whole)
+        content = {k: v for k, v in record.items() if k not in ("digest", "provenance", "seal")}
+        path.write_bytes(seal({**content, "sentence": "PASS: trust me"}, record["provenance"]))
+    listed = said(open_page("overview", world.store.root))
+    assert '<span class="badge PASS">' not in listed
+    assert '<span class="badge ERROR">' in listed
+    assert "(changed since it was logged)" in listed
+    app = open_page("compare", world.store.root, comparison=name)
+    assert app.selectbox[0].options[0].startswith("ERROR (changed since it was logged) · ")
+    assert "changed since it was logged" in said(app)
+    assert "badge PASS" not in said(app)
+    run = world.store.comparison(name).after if how != "sealed again" else None
+    links = open_page("runs", world.store.root, run=run.run_id if run else "").get("page_link")
+    assert any(r"ERROR \(changed since it was logged\)" in one.proto.label for one in links)
+
+
+def test_a_running_dashboard_sees_a_damaged_map(passed: tuple[World, str]) -> None:
+    world, name = passed
+    os.environ[STORE_VARIABLE] = str(world.store.root)
+    run = world.store.comparison(name).after
+    assert run is not None
+    data.map_of(run.run_id, "p-000", "input")
+    (part,) = (world.store.root / "runs" / run.run_id / "maps").glob("*.parquet")
+    whole = part.read_bytes()
+    part.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(StoreError, match="SHA-256 is not the listed one"):
+        data.map_of(run.run_id, "p-000", "input")
+    part.unlink()
+    with pytest.raises(StoreError, match="listed but missing"):
+        data.map_of(run.run_id, "p-000", "input")
+    part.write_bytes(whole)
+    assert data.map_of(run.run_id, "p-000", "input").probe_id == "p-000"
