@@ -126,6 +126,15 @@ def test_a_model_may_add_to_its_embeddings_in_place():
     assert torch.equal(leaf.detach(), GIVEN)
 
 
+def test_padding_that_is_embedded_by_itself_is_left_and_other_tokens_are_refused():
+    table, pad = torch.nn.Embedding(10, 2, padding_idx=0), torch.zeros(1, 2, dtype=torch.int64)
+    with embedded(table, GIVEN, IDS):
+        assert torch.equal(table(IDS), GIVEN)
+        assert torch.equal(table(pad), torch.zeros(1, 2, 2))
+        with pytest.raises(CaptureError, match=r"with \(1, 2\) for tokens of shape \(1, 4\)"):
+            table(IDS[:, :2])
+
+
 def test_a_table_that_is_never_called_for_the_tokens_is_refused():
     table = torch.nn.Embedding(10, 2)
     said = r"calls its table of embeddings with nothing for tokens of shape \(1, 4\).*use occlusion"

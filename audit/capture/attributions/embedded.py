@@ -95,7 +95,7 @@ def embedded(
         found = placed(given_once, ids, called, output) if known and called is not None else None
         calls.append(str(tuple(called.shape)) if called is not None else "no tensor")
         uses.append(found is not None)
-        if found is None and not others:
+        if found is None and not others and not _only_padding(table, called):
             raise _not_placed(calls[-1], ids)
         return found
 
@@ -106,6 +106,12 @@ def embedded(
         handle.remove()
     if not any(uses):
         raise _not_placed(", ".join(calls) or "nothing", ids)
+
+
+def _only_padding(table: nn.Module, called: Tensor | None) -> bool:
+    """Return whether a table is called for padding alone, which LED embeds by itself."""
+    padding = getattr(table, "padding_idx", None)
+    return padding is not None and called is not None and bool((called == padding).all())
 
 
 def _not_placed(called: str, ids: Tensor) -> CaptureError:
