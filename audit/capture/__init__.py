@@ -1,8 +1,9 @@
 """Attention of a loaded checkpoint, captured exactly and folded into maps.
 
 `capture` yields a map and a prediction for each probe; `check_probes` and `check_determinism` refuse
-beforehand what would fail later; `occlude` removes a region and watches the target logit;
-`fit_head_weights` fits one weight per head on calibration probes.
+beforehand what would fail later; `has_automatic_regions` tells whether a map has special positions;
+`occlude` removes a region and watches the target logit; `fit_head_weights` fits one weight per head on
+calibration probes.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from audit.capture.attributions.shuffling import cascade, shuffled
     from audit.capture.head_weights import HeadFit, fit_head_weights
     from audit.capture.inputs.windows import probe_windows
-    from audit.capture.session import Opened, capture, check_determinism, check_probes
+    from audit.capture.session import Opened, capture, check_determinism, check_probes, has_automatic_regions
 
 __all__ = [
     "HeadFit",
@@ -23,6 +24,7 @@ __all__ = [
     "check_determinism",
     "check_probes",
     "fit_head_weights",
+    "has_automatic_regions",
     "occlude",
     "occluded_scores",
     "probe_windows",

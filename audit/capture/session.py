@@ -77,6 +77,8 @@ def capture(
 
     Raises
     ------
+    ConfigError
+        When the method, one of its parameters, the row or the target is unknown or out of range.
     ProbeError
         Naming all probes that are too long, or one that cannot be used.
     CaptureError
@@ -230,6 +232,22 @@ def check_probes(
     texts = [probe for probe in probes if probe.text is not None or probe.messages is not None]
     if texts and (has_two_towers(checkpoint) or all(probe.image is None for probe in texts)):
         check_texts(checkpoint, texts, settings or CaptureSettings())
+
+
+def has_automatic_regions(
+    checkpoint: Checkpoint, probes: Sequence[Probe], settings: CaptureSettings | None = None
+) -> bool:
+    """Tell whether maps have the regions ``special`` or ``first``; run no forward pass.
+
+    Images and sound tell by their first probe. Text always counts as having them: it comes with special
+    tokens, or with the first position of a causal model.
+    """
+    if probes[0].modality not in ("image", "audio") or getattr(
+        core_model(checkpoint.model).config, "is_encoder_decoder", False
+    ):
+        return True
+    first = next(probe_windows(checkpoint, probes[:1], settings or CaptureSettings()))[0]
+    return bool(first.positions.special.any())
 
 
 DETERMINISM_PROBES = 16

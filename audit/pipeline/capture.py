@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from audit.errors import ProbeError
+from audit.errors import NothingEvaluatedError, ProbeError
 from audit.pipeline.cost import cost_note
 from audit.pipeline.loader import LOADER
 from audit.pipeline.plan import Progress, RunPlan
@@ -144,6 +144,8 @@ def check_run(plan: RunPlan) -> None:
     ------
     ProbeError
         Naming every region that no probe has, or every probe that is longer than the checkpoint allows.
+    NothingEvaluatedError
+        When rules judge regions and the probes have none.
     CaptureError
         When the same probe twice through the checkpoint gives two maps.
     """
@@ -154,10 +156,17 @@ def check_run(plan: RunPlan) -> None:
 
 def check_loaded(plan: RunPlan, checkpoint: Checkpoint) -> None:
     """Check a plan's probes and determinism on its loaded checkpoint; see :func:`check_run`."""
-    from audit.capture import check_determinism, check_probes
+    from audit.capture import check_determinism, check_probes, has_automatic_regions
 
     probes = check_regions(plan).probes
     check_probes(checkpoint, probes, plan.spec.settings)
+    asked = any(not region.params.get("automatic") for region in plan.spec.regions)
+    if plan.shares_ruled and not asked and not has_automatic_regions(checkpoint, probes, plan.spec.settings):
+        raise NothingEvaluatedError(
+            f"{plan.probes.path} has no region for the rules to judge, and {plan.spec.checkpoint.ref} has no "
+            "special positions; add [regions], annotate the probes, or give every rule a measure of whole "
+            'maps, such as measure = "js_distance"'
+        )
     check_determinism(checkpoint, probes, method=plan.spec.method, settings=plan.spec.settings)
 
 

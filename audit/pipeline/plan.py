@@ -25,6 +25,7 @@ from audit.pipeline.sources import (
 from audit.pipeline.specs import device_type, plan_spec
 from audit.pipeline.targets import PREDICTION
 from audit.records import CheckpointInfo, RunSpec
+from audit.statistics.measures import MAP_MEASURES
 
 LOG = logging.getLogger("audit")
 
@@ -47,6 +48,8 @@ class RunPlan:
     answers_run : str or None
         With ``target = "prediction"`` the run of the checkpoint before, whose answers are explained; None
         for that run itself.
+    shares_ruled : bool
+        Whether a rule of the policy judges shares of regions, so that a run without any is of no use to it.
     """
 
     role: str
@@ -57,6 +60,7 @@ class RunPlan:
     shards: tuple[tuple[int, int], ...]
     device: str = "auto"
     answers_run: str | None = None
+    shares_ruled: bool = False
 
     @property
     def run_id(self) -> str:
@@ -166,6 +170,7 @@ def plan_run(config: AuditConfig, role: str, *, domain: bool = False) -> RunPlan
         shards=cut_shards(len(load_probes(probes)), config.capture.shard_probes),
         device=config.capture.device,
         answers_run=None if role == "before" else _answers_run(config, domain=domain, device=device),
+        shares_ruled=any(rule.measure not in MAP_MEASURES for rule in config.policy().rules),
     )
 
 

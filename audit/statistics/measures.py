@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 MapMeasure = Literal[
     "js_distance",
@@ -21,6 +21,9 @@ MapMeasure = Literal[
     "sink_change",
 ]
 """Measures of whole maps."""
+
+MAP_MEASURES: frozenset[str] = frozenset(get_args(MapMeasure))
+"""The same names at run time; every other measure is one of a region."""
 
 DISTANCES: frozenset[str] = frozenset(
     {

@@ -169,6 +169,8 @@ def compare_tables(
     (0.15, 0.3, 2.0)
     """
     _require_pairs(before, after)
+    if not before.columns:  # probes without a region, compared by whole maps alone
+        return ()
     options = Options(effect, None, alpha, resamples, seed, interval, sizes)
     if not paired:
         if replicates or segments:
@@ -282,6 +284,8 @@ def compare_interaction(
     """
     _require_pairs(before, after)
     _require_pairs(before_domain, after_domain)
+    if not before.columns:
+        return ()
     options = Options("interaction", None, alpha, resamples, seed)
     first = _values("before", before)
     second = _aligned("before_domain", before, before_domain, probes=False)

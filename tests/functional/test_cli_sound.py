@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -82,3 +83,34 @@ def test_a_token_of_whisper_is_explained_by_what_was_heard(audit, folder, tmp_pa
     assert done.code == 0, done.err
     streams = Store("store").maps(Store("store").runs()[0]["run_id"])["stream"].to_list()
     assert sorted(set(streams)) == ["prefix", "source"]
+
+
+def without_regions(folder: Path, to: Path, measure: str) -> Path:
+    rows = (folder / "few.jsonl").read_text().splitlines()
+    bare = [{key: row[key] for key in ("id", "audio")} for row in map(json.loads, rows)]
+    tiny.write_rows(folder / "bare.jsonl", bare)
+    return tiny.write_config(
+        to,
+        before=f'path = "{folder}/wave-before"',
+        after=f'path = "{folder}/wave-after"',
+        probes=f'path = "{folder}/bare.jsonl"',
+        regions="",
+        rules=f'[[gate.rules]]\nregion = "*"\nkind = "limit"\nmeasure = "{measure}"\nfail = 0.0001\n'
+        "[gate]\nmin_probes = 2\n",
+        more="[report]\nconfirm = false\n",
+    )
+
+
+def test_rules_on_regions_are_refused_before_capture_where_sound_has_none(audit, folder, tmp_path):
+    done = audit("run", without_regions(folder, tmp_path, "shift"))
+    assert done.code == ExitCode.NOTHING_EVALUATED
+    assert "bare.jsonl has no region for the rules to judge" in done.err
+    assert not Store("store").runs()
+
+
+def test_whole_maps_are_judged_without_any_region(audit, folder, tmp_path):
+    done = audit("run", without_regions(folder, tmp_path, "js_distance"), "--json")
+    assert done.code == ExitCode.FAIL, done.err
+    (rule,) = done.json["rules"]
+    assert (rule["region"], rule["n_probes"]) == ("*", 6)
+    assert rule["value"] > 0.0001
