@@ -122,6 +122,18 @@ def test_methods_read_what_a_generated_token_of_whisper_heard(name: str) -> None
     assert source.weights.sum() == pytest.approx(1, abs=1e-5)
 
 
+def test_whisper_generates_no_further_than_its_decoder_has_positions() -> None:
+    subject, sound = whisper(), Probe("a", audio=noise(8000), sampling_rate=16000)
+    subject.model.generation_config.eos_token_id = None  # it never ends by itself
+    (whole,) = capture(subject, [sound])
+    (last,) = capture(subject, [sound], method=Method(row="decoder:31"))
+    assert len(whole.maps[1].weights) == len(last.maps[1].weights) == 32
+    with pytest.raises(
+        ConfigError, match=r"'decoder:32' is beyond the 32 positions .* use decoder:0 to decod"
+    ):
+        list(capture(subject, [sound], method=Method(row="decoder:32")))
+
+
 def test_whisper_frames_are_seconds() -> None:
     subject = whisper()
     sounds = [Probe(f"a-{i}", audio=noise(8000 + 1600 * i), sampling_rate=16000) for i in range(3)]

@@ -35,10 +35,13 @@ def with_decoder_steps(checkpoint: Checkpoint, item: Encoded, row: str) -> Encod
     checkpoint : Checkpoint
     item : Encoded
     row : str
-        ``decoder:<i>`` generates as far as token i; other rows, up to 64 tokens.
+        ``decoder:<i>`` generates as far as token i; other rows, up to 64 tokens, and no more than the
+        decoder has positions for.
 
     Raises
     ------
+    ConfigError
+        When the row is unknown, or lies beyond the decoder's positions.
     CaptureError
         When the model generates nothing.
     ProbeError
@@ -51,8 +54,14 @@ def with_decoder_steps(checkpoint: Checkpoint, item: Encoded, row: str) -> Encod
             f"{name} is an encoder-decoder that generates nothing (task {checkpoint.task}), which is not "
             "supported; audit the checkpoint with its generating head (…ForConditionalGeneration)"
         )
-    wanted = _wanted(row)
-    steps = STEPS if wanted is None else wanted + 1
+    wanted, limit = _wanted(row), _position_limit(core)
+    if wanted is not None and limit is not None and wanted >= limit:
+        raise ConfigError(
+            f"[method] row = {row!r} is beyond the {limit} positions of {name}'s decoder; use decoder:0 to "
+            f"decoder:{limit - 1}"
+        )
+    # The last token that is generated is not fed, so that the start and limit - 1 tokens fill the positions.
+    steps = min(STEPS, limit or STEPS) if wanted is None else wanted + 1
     with exclusive(checkpoint.model):
         # Whisper's own method cuts its start tokens off, whose rows count here like all others.
         ids = GenerationMixin.generate(
@@ -74,6 +83,13 @@ def with_decoder_steps(checkpoint: Checkpoint, item: Encoded, row: str) -> Encod
         tensors={**item.tensors, "decoder_input_ids": ids},
         second=_prefix_positions(checkpoint, ids),
     )
+
+
+def _position_limit(core: Any) -> int | None:
+    """Return how many positions the decoder has, None where it has no limit."""
+    config = core.config.get_text_config(decoder=True)
+    declared = (getattr(config, key, None) for key in ("max_target_positions", "max_position_embeddings"))
+    return next((int(one) for one in declared if one), None)
 
 
 def _wanted(row: str) -> int | None:
