@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from audit._method_parameters import check_target
 from audit.config.section import Section
 from audit.records import ReplicateKind
 
@@ -72,7 +73,8 @@ class ProbesSection(Section):
     @field_validator("target")
     @classmethod
     def _pair(cls, value: str | int | list[str] | None) -> str | int | list[str] | None:
-        if isinstance(value, list) and (len(value) != 2 or value[0] == value[1]):
+        check_target(value)
+        if isinstance(value, list) and len(value) != 2:
             raise ValueError(
                 f"target is {value}; give one class, or two different ones whose logits are subtracted"
             )

@@ -55,9 +55,17 @@ MODALITIES = {
     "speech-seq2seq": "audio",
 }
 """What a model of that task reads where it reads one modality; tasks that do not tell are left out."""
+_ANSWER_CLASSES = frozenset({"vilt", "visual_bert"})
+"""Model types whose head for questions chooses among the labels of the config, not a span of the text."""
 _SPEECH = frozenset({"whisper", "speech_to_text", "moonshine", "speecht5", "seamless_m4t"})
 _CLASSIFIERS = frozenset(
-    {"sequence-classification", "token-classification", "image-classification", "audio-classification"}
+    {
+        "sequence-classification",
+        "token-classification",
+        "image-classification",
+        "audio-classification",
+        "visual-question-answering",
+    }
 )
 _SPEECH_ENCODERS = ("audio", "data2vec-audio", "hubert", "sew", "unispeech", "wav2vec2", "wavlm", "whisper")
 
@@ -82,6 +90,8 @@ def task_of(architecture: str | None, model_type: str | None = None, *, vision_c
     --------
     >>> task_of("BertForSequenceClassification"), task_of("GPT2LMHeadModel"), task_of("ViTModel")
     ('sequence-classification', 'causal-lm', 'backbone')
+    >>> task_of("BertForQuestionAnswering"), task_of("ViltForQuestionAnswering", "vilt")
+    ('question-answering', 'visual-question-answering')
     """
     name = architecture or ""
     if name in _DUAL_ENCODERS:
@@ -89,6 +99,8 @@ def task_of(architecture: str | None, model_type: str | None = None, *, vision_c
     task = next((task for ending, task in _ENDINGS if name.endswith(ending)), None)
     if task == "sequence-classification" and (model_type or "").startswith(_SPEECH_ENCODERS):
         return "audio-classification"
+    if task == "question-answering" and model_type in _ANSWER_CLASSES:
+        return "visual-question-answering"
     if task == "seq2seq-lm" and model_type in _SPEECH:
         return "speech-seq2seq"
     if task in ("seq2seq-lm", "causal-lm") and vision_config:

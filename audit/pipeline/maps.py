@@ -46,7 +46,8 @@ def compute_maps(
     row : str
         Output row that is read.
     target : str, int or sequence, optional
-        Target class of gradient methods.
+        Target class of gradient methods: its name or index, or two names whose logits are subtracted; else
+        each probe's own label, by name or index.
     settings : CaptureSettings, optional
 
     Yields
@@ -56,7 +57,9 @@ def compute_maps(
 
     Raises
     ------
-    ProbeError, CaptureError
+    ConfigError
+        When the method, one of its parameters, the row or the target is unknown or out of range.
+    ProbeError, CheckpointError, CaptureError
     """
     from audit.capture import capture
 
@@ -140,6 +143,11 @@ def compute_reliance(
     ------
     Reliance
         One for each probe × stream × region.
+
+    Raises
+    ------
+    ConfigError, ProbeError, CheckpointError, CaptureError
+        As :func:`compute_maps`.
     """
     from audit.capture.region_session import RegionMasses, capture_regions
 

@@ -37,7 +37,8 @@ class Checkpoint:
     `task` is ``sequence-classification``, ``token-classification``, ``question-answering``,
     ``multiple-choice``, ``masked-lm``, ``causal-lm``, ``seq2seq-lm``, ``image-classification``,
     ``zero-shot-image-classification``, ``image-text-to-text``, ``ctc``, ``speech-seq2seq``,
-    ``audio-classification``, ``other`` (a head of another kind) or ``backbone`` (no head).
+    ``audio-classification``, ``visual-question-answering`` (a question about an image, answered by one of the
+    labels), ``other`` (a head of another kind) or ``backbone`` (no head).
     `base_has_head` is False when the head came with the adapter, so that the base has none.
     """
 

@@ -94,3 +94,18 @@ def check_audited(audit: Any, models: Path, tmp_path: Path, method: str, target:
             found = store.map_of(one["run_id"], "r-0", stream)
             assert found.weights.sum() == pytest.approx(1, abs=1e-5)
     assert "JS distance of the maps of the image" in (tmp_path / "report.html").read_text()
+
+
+def test_init_writes_an_audit_of_a_model_that_answers_questions_with_a_label(
+    audit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, tiny_image_text.vilt)
+    monkeypatch.chdir(tmp_path)
+    found = audit("init", "base", "probes.jsonl", "--after", "shifted", "--json")
+    assert (found.code, found.json["task"]) == (0, "visual-question-answering"), found.err
+    done = audit("run", "--json")
+    assert done.code in (ExitCode.PASS, ExitCode.FAIL, ExitCode.INCONCLUSIVE), done.err
+    runs = Store("data/store").runs()
+    assert len(runs) == 2
+    kept = Store("data/store").predictions(runs[0]["run_id"])
+    assert set(kept["predicted"].to_list()) <= {"LABEL_0", "LABEL_1", "LABEL_2"}

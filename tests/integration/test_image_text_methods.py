@@ -341,7 +341,7 @@ def patch_of(tensors: dict[str, Tensor], patch: int) -> tuple[Any, ...]:
 
 def picked(subject: Checkpoint) -> tuple[Callable[[Tensor], Tensor], Any]:
     """Return what is explained, as a function of the logits, and its name."""
-    if subject.task == "other":
+    if subject.task == "visual-question-answering":
         return (lambda logits: logits[0, 1]), 1
     token = subject.processor.tokenizer("a", add_special_tokens=False)["input_ids"][0]
     return (lambda logits: logits[0, -1, token]), "a"

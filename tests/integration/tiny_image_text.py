@@ -11,6 +11,7 @@ import torch
 import transformers
 from transformers import PreTrainedTokenizerFast
 
+from audit.models.tasks import task_of
 from audit.records import Checkpoint, Probe
 from tests.integration.tiny_models import byte_tokenizer, checkpoint, word_tokenizer
 
@@ -285,7 +286,8 @@ def vilt(**changes: Any) -> Checkpoint:
     config = transformers.ViltConfig(**sizes, num_labels=3)
     images = transformers.ViltImageProcessorPil(size={"shortest_edge": 32}, size_divisor=8)
     model = transformers.ViltForQuestionAnswering._from_config(config, attn_implementation="eager")
-    return replace(_joined(model, transformers.ViltProcessor(images, tokenizer)), task="other")
+    made = _joined(model, transformers.ViltProcessor(images, tokenizer))
+    return replace(made, task=task_of(type(model).__name__, config.model_type))
 
 
 FAMILIES: dict[str, Callable[[], Checkpoint]] = {

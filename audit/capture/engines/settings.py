@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from audit._method_parameters import ATTRIBUTION, TARGETED, check_method, check_residual
+from audit._method_parameters import ATTRIBUTION, TARGETED, check_method, check_values
 from audit.errors import ConfigError
 from audit.records import Method
 
@@ -60,16 +60,14 @@ class FoldSettings:
         """
         try:
             name = check_method(method.name, method.params)
-            check_residual(method.params.get("residual"), int(method.params.get("start_layer", 0)))
+            check_values(method.params)
         except ValueError as error:
             raise ConfigError(f"[method] {error}") from None
-        return cls._checked(name, method.params)
+        return cls._checked(name, {key: value for key, value in method.params.items() if value is not None})
 
     @classmethod
     def _checked(cls, name: str, given: Mapping[str, Any]) -> FoldSettings:
         defaults, form, weights = cls(), given.get("form", "relevance"), given.get("head_weights")
-        if form not in ("relevance", "product"):
-            raise ConfigError(f"[method] form = {form!r} is unknown; use 'relevance' or 'product'")
         if given.get("residual") == MEASURED and name != ROLLOUT:
             raise ConfigError(
                 f"[method] residual = 'measured' is for rollout, got {name}; give a number in [0, 1]"
@@ -132,9 +130,4 @@ class FoldSettings:
 def _residual(given: Any) -> float | tuple[float, ...] | Literal["measured"]:
     if given == MEASURED:
         return "measured"
-    try:
-        return tuple(map(float, given)) if isinstance(given, (list, tuple)) else float(given)
-    except (TypeError, ValueError):
-        raise ConfigError(
-            f"[method] residual = {given!r} is not a weight; give numbers in [0, 1] or 'measured'"
-        ) from None
+    return tuple(map(float, given)) if isinstance(given, (list, tuple)) else float(given)

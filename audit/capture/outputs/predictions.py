@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from audit._method_parameters import check_target
 from audit.capture.inputs.encoded import Encoded, core_model
 from audit.capture.outputs.scores import Difference, Score, is_pair
 from audit.capture.outputs.spans import (
@@ -18,13 +19,14 @@ from audit.capture.outputs.spans import (
     interleaved,
     span_classes,
 )
-from audit.errors import CaptureError, ProbeError
+from audit.errors import CaptureError, ConfigError, ProbeError
 from audit.records import Checkpoint, Prediction, Probe
 
 Target = str | int | Sequence[str | int | None] | Mapping[str, str | int | None] | None
 LANGUAGE = ("causal-lm", "masked-lm")
+GENERATES = (*LANGUAGE, "seq2seq-lm", "speech-seq2seq", "image-text-to-text")
 ANSWERS = "question-answering"
-CLASSIFICATION = ("sequence-classification", "image-classification")
+CLASSIFICATION = ("sequence-classification", "image-classification", "visual-question-answering")
 
 
 def class_names(checkpoint: Checkpoint, size: int) -> list[str]:
@@ -40,7 +42,18 @@ def targets_by_probe(target: Target, probes: Sequence[Probe]) -> dict[str, Any]:
     ----------
     target : "label", a class name, an index, two names, a list in the order of the probes, a mapping, or None
         ``label`` takes each probe's own label; two names mean the difference of their logits.
+
+    Raises
+    ------
+    ConfigError
+        When a target is neither a name nor an index, or both of two names are the same.
+    ProbeError
+        When there is not one target for each probe.
     """
+    try:
+        check_target(target)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     if isinstance(target, Mapping):
         return {probe.id: _wanted(target.get(probe.id)) for probe in probes}
     if is_pair(target):
@@ -57,11 +70,42 @@ def _wanted(target: Any) -> Any:
 
 
 def check_targets(checkpoint: Checkpoint, wanted: Mapping[str, Any], probes: Sequence[Probe]) -> None:
-    """Raise ProbeError for the first probe whose target class the checkpoint does not know."""
+    """Raise ProbeError for the first probe whose target class or token the checkpoint does not know."""
     names = getattr(core_model(checkpoint.model).config, "id2label", None) or {}
     if checkpoint.has_head and checkpoint.task in CLASSIFICATION and len(names) > 1:
         for probe in probes:
             class_score(wanted[probe.id], class_names(checkpoint, len(names)), probe)
+    if checkpoint.has_head and checkpoint.task in GENERATES:
+        _check_tokens(_vocabulary_size(core_model(checkpoint.model)), wanted)
+
+
+def _vocabulary_size(model: Any) -> int:
+    head = model.get_output_embeddings()  # BLIP's captioner does not say which it is
+    return (
+        len(head.weight) if head is not None else int(model.config.get_text_config(decoder=True).vocab_size)
+    )
+
+
+def _check_tokens(size: int, wanted: Mapping[str, Any]) -> None:
+    for probe_id, target in wanted.items():
+        for one in target if isinstance(target, Difference) else [target]:
+            if isinstance(one, int) and not 0 <= one < size:
+                raise ConfigError(
+                    f"probe {probe_id}: target {one} is no token of the checkpoint, whose ids are 0 to "
+                    f"{size - 1}; mend target"
+                )
+
+
+def known_class(wanted: str | int, names: Sequence[str]) -> int | None:
+    """Return the index of a class by its name, its index, or its index as text; None for no class.
+
+    >>> known_class("no", ["yes", "no"]), known_class(0, ["yes", "no"]), known_class("2", ["yes", "no"])
+    (1, 0, None)
+    """
+    if wanted in names:
+        return list(names).index(str(wanted))
+    is_index = isinstance(wanted, int) or (isinstance(wanted, str) and wanted.isdecimal())
+    return int(wanted) if is_index and 0 <= int(wanted) < len(names) else None
 
 
 def class_index(wanted: Any, names: Sequence[str], probe: Probe) -> int | None:
@@ -74,11 +118,9 @@ def class_index(wanted: Any, names: Sequence[str], probe: Probe) -> int | None:
     """
     if wanted is None or isinstance(wanted, (float, list, tuple, dict)):
         return None
-    if wanted in names:
-        return list(names).index(wanted)
-    is_index = isinstance(wanted, int) or (isinstance(wanted, str) and wanted.isdigit())
-    if is_index and 0 <= int(wanted) < len(names):
-        return int(wanted)
+    index = known_class(wanted, names)
+    if index is not None:
+        return index
     known = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
     raise ProbeError(
         f"probe {probe.id}: class {wanted!r} is not among the checkpoint's ({known}); mend label or target"

@@ -15,6 +15,7 @@ from audit.capture.outputs.predictions import (
     LANGUAGE,
     class_names,
     class_score,
+    known_class,
     token_name,
     token_score,
 )
@@ -122,7 +123,8 @@ def _own(wanted: Any, label: Any, names: Sequence[str]) -> Any:
     if wanted is not None:
         return wanted
     labels = label if isinstance(label, (list, tuple)) else [label]
-    return label if all(isinstance(one, str) and one in names for one in labels) else None
+    known = all(isinstance(one, str | int) and known_class(one, names) is not None for one in labels)
+    return label if known else None
 
 
 def _entity_score(checkpoint: Checkpoint, item: Encoded, wanted: Any, logits: Tensor, read: Tensor) -> Score:
