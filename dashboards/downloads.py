@@ -6,12 +6,14 @@ import copy
 import hashlib
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import streamlit as st
 
+from audit.report.wording import clip
 from dashboards import theme
 
 if TYPE_CHECKING:
@@ -22,8 +24,18 @@ if TYPE_CHECKING:
 
 WIDTH = 900
 """Pixels of a downloaded chart; on the page a chart is as wide as its place."""
+LINE = 170
+"""Letters of a title in a downloaded chart, so that it is not wider than the chart."""
 SCALE = 2
 """Pixels of a PNG for each pixel of the drawing."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What files are made from: the start of their names, and what a chart says of it below its title."""
+
+    file: str
+    about: str
 
 
 def table(name: str, frame: pl.DataFrame) -> None:
@@ -56,7 +68,9 @@ def parquet(frame: pl.DataFrame) -> bytes:
     return buffer.getvalue()
 
 
-def chart(name: str, make: Callable[..., alt.LayerChart], *inputs: Any, alt: str) -> None:
+def chart(
+    name: str, make: Callable[..., alt.LayerChart], *inputs: Any, alt: str, notes: Sequence[str] = ()
+) -> None:
     """Draw a chart, and offer it as SVG and PNG; what was drawn from the same inputs is kept.
 
     Parameters
@@ -68,12 +82,14 @@ def chart(name: str, make: Callable[..., alt.LayerChart], *inputs: Any, alt: str
     inputs : any
         Numbers, texts, records, arrays, and lists of these.
     alt : str
-        What the chart shows, in words.
+        What the chart shows, in words; in the files it is the title.
+    notes : sequence of str
+        Lines below the title in the files: what it is made from, and the legend. By default the name.
     """
     colours = theme.palette()
     spec = _spec((make.__module__, make.__name__, colours.page, *map(_key, inputs)), make, inputs, colours)
     st.vega_lite_chart(copy.deepcopy(spec), alt=alt, theme=None)  # its own theme has labels too pale to read
-    figure(name, lambda: chart_svg(spec, colours))
+    figure(name, lambda: chart_svg(spec, colours, alt, notes or (name,)))
 
 
 @st.cache_data(max_entries=256, show_spinner=False)
@@ -103,12 +119,20 @@ def figure(name: str, svg: Callable[[], str]) -> None:
     )
 
 
-def chart_svg(spec: Mapping[str, Any], colours: Palette) -> str:
-    """Return a chart's specification as SVG, in the colours of the reader's theme."""
+def chart_svg(spec: Mapping[str, Any], colours: Palette, title: str, notes: Sequence[str]) -> str:
+    """Return a chart's specification as SVG, titled, in the colours of the reader's theme."""
     import vl_convert
 
     config = {**spec.get("config", {}), "background": colours.page}
-    found: str = vl_convert.vegalite_to_svg({**spec, "width": WIDTH, "config": config})
+    head = {
+        "text": clip(title, LINE),
+        "subtitle": [clip(note, LINE) for note in notes],
+        "anchor": "start",
+        "color": colours.ink,
+        "subtitleColor": colours.soft,
+        "offset": 14,
+    }
+    found: str = vl_convert.vegalite_to_svg({**spec, "title": head, "width": WIDTH, "config": config})
     return found
 
 

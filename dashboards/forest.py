@@ -13,7 +13,7 @@ from audit.records import Cell, RuleVerdict
 from audit.report import rows
 from audit.report.wording import change, quantity, span
 from dashboards.chart_style import SIGNED, finish, names, outcome_colour, outcome_shape
-from dashboards.theme import Palette
+from dashboards.theme import OUTCOMES, SHAPES, Palette
 
 Rows = list[dict[str, Any]]
 
@@ -138,6 +138,18 @@ def _estimates(base: alt.Chart, x: alt.X, measure: str, colours: Palette) -> lis
         align="right", baseline="middle", fontSize=12, fontWeight=600, color=colours.ink
     ).encode(x=alt.value("width"), text="shown:N")
     return [bars, marks, numbers]
+
+
+def legend(level: str) -> tuple[str, str]:
+    """Return the lines that explain the plot where it stands alone; `level` is that of the intervals."""
+    shapes = ", ".join(
+        f"{outcome} {shape.replace('-up', '')}" for outcome, shape in zip(OUTCOMES, SHAPES, strict=True)
+    )
+    return (
+        f"Mark and line: mean shift with {level} interval. Thick tick: limit. Thin tick: allowed beyond "
+        "re-training. Ring: one harmless re-training. Band: noise floor (mean ± 2 SD).",
+        f"Marks: {shapes}.",
+    )
 
 
 def far_limits(lines: Sequence[Line]) -> list[str]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import streamlit as st
 
 from audit.records import Comparison
-from dashboards import blocks, data, state
+from dashboards import blocks, data, downloads, state
 
 if TYPE_CHECKING:
     import polars as pl
@@ -41,6 +43,24 @@ class Selected:
         """Return the ids of the probes."""
         return [str(one) for one in self.rows["probe_id"].to_list()]
 
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Return the filters as they are read: became wrong, source=mail, label negative."""
+        changed, segment, label = self.filters
+        found = (CHANGES[changed] if changed else "", segment or "", f"label {label}" if label else "")
+        return tuple(one for one in found if one)
+
+
+def source(comparison: Comparison, chosen: Selected | None) -> downloads.Source:
+    """Return what files of these probes are called, and what their charts say they are made from."""
+    name = str(comparison.id)
+    if chosen is None or not chosen.filtered:
+        return downloads.Source(name, f"{name} · all {comparison.n_probes:,} probes")
+    slug = "-".join(re.sub(r"[^\w.]+", "-", one).strip("-")[:40] for one in chosen.words)
+    number = len(chosen.rows)
+    about = f"{name} · {number:,} of {chosen.total:,} probes: {', '.join(chosen.words)}"
+    return downloads.Source(f"{name}-{slug}-{number}-probes", about)
+
 
 def answers_of(comparison: Comparison) -> pl.DataFrame | None:
     """Return what both checkpoints answered, None where their runs are no longer in the store."""
@@ -66,10 +86,43 @@ def _answers(before: str, after: str) -> pl.DataFrame | None:
     return data.answers(before, after)
 
 
+def options(answers: pl.DataFrame) -> dict[str, list[str]]:
+    """Return what each filter can be set to, beside `EVERY`."""
+    known = answers["change"].null_count() < len(answers)
+    return {
+        "changed": [one for one in CHANGES if one != EVERY] if known else [],
+        "segment": sorted({value for row in answers["segments"].to_list() for value in row}),
+        "label": sorted({str(label) for label in answers["label"].drop_nulls().to_list()}),
+    }
+
+
+def drop_unknown(known: Mapping[str, Collection[str]]) -> None:
+    """Say which asked-for values are not there, and take them out of the selection and the address.
+
+    Parameters
+    ----------
+    known : mapping
+        Key of the selection → its possible values.
+    """
+    asked = {key: state.get(key) for key in known}
+    unknown = {
+        key: value
+        for key, value in asked.items()
+        if value is not None and value != EVERY and value not in known[key]
+    }
+    if not unknown:
+        return
+    named = ", ".join(f"{key} “{blocks.plain(value, 40)}”" for key, value in unknown.items())
+    st.warning(
+        f"The link asks for what this comparison does not have, which is left out: {named}.",
+        icon=":material/link_off:",
+    )
+    state.put(**dict.fromkeys(unknown))
+
+
 def choose(answers: pl.DataFrame) -> Selected:
     """Draw the filters and return the probes that pass them."""
-    segments = sorted({value for row in answers["segments"].to_list() for value in row})
-    labels = sorted({str(label) for label in answers["label"].drop_nulls().to_list()})
+    _, segments, labels = options(answers).values()
     counts = _counts(answers)
     with st.container(horizontal=True, gap="small", vertical_alignment="top"):
         if answers["change"].null_count() < len(answers):

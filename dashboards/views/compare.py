@@ -45,17 +45,20 @@ def page() -> None:
     chosen = _filters(comparison, answers)
     cells = _cells(name, comparison, chosen)
     judged = None if chosen is not None and chosen.filtered else verdict
-    _forest(comparison, cells, judged)
-    effects.crossing(name, cells)
-    _layers(comparison, cells)
-    spread.distribution(name, _effect(comparison), cells, chosen)
-    spread.segments(name, _effect(comparison), cells)
+    files = selection.source(comparison, chosen)
+    if cells:
+        _forest(comparison, files, cells, judged)
+        effects.crossing(files.file, cells)
+        _layers(comparison, files, cells)
+        spread.distribution(comparison, _effect(comparison), cells, chosen)
+        spread.segments(files, _effect(comparison), cells, facts.level(comparison, judged))
     verdict_view.rules(name, verdict)
     acceptance.draw(comparison, verdict)
     if chosen is not None:
-        probes_table.draw(name, chosen)
+        probes_table.draw(name, files.file, chosen)
     effects.methods(comparison, manifests, state.get("region"), chosen)
-    _cell_table(name, cells)
+    if cells:
+        _cell_table(files.file, cells)
     state.publish(*KEYS)
 
 
@@ -95,6 +98,8 @@ def _title(one: Mapping[str, Any], pairs: Mapping[naming.Pair, str]) -> str:
 
 
 def _filters(comparison: Comparison, answers: Any) -> Selected | None:
+    filters = selection.options(answers) if answers is not None else {}
+    selection.drop_unknown({"effect": _effects(comparison.cells), **filters})
     if answers is None:
         if comparison.kind == "paired":
             blocks.note("The runs of this comparison are no longer in the store: probes cannot be filtered.")
@@ -165,7 +170,9 @@ def _effect(comparison: Comparison) -> str:
     return chosen if chosen in present else (present[0] if present else "model")
 
 
-def _forest(comparison: Comparison, cells: Sequence[Cell], verdict: Verdict | None) -> None:
+def _forest(
+    comparison: Comparison, files: downloads.Source, cells: Sequence[Cell], verdict: Verdict | None
+) -> None:
     level = facts.level(comparison, verdict)
     with blocks.section(
         "Where the attention map moved", "Mean shift of each region, with everything it is judged by."
@@ -174,15 +181,15 @@ def _forest(comparison: Comparison, cells: Sequence[Cell], verdict: Verdict | No
         effect = _choose_effect(comparison, cells)
         found = rows.by_size(effects.shifts(cells, effect))
         if not found:
-            if cells:
-                st.info("No shift was computed for this selection.")
+            st.info("No shift was computed for this selection.")
             return
         judged = rows.judged_by(verdict)
         lines = [
             forest.Line(charts.name_of(c), c, tuple(judged.get(rows.cell_key(c), ()))) for c in found[:40]
         ]
         what = f"Shift of {len(lines)} regions"
-        downloads.chart(f"{comparison.id}-regions", forest.forest, lines, alt=what)
+        notes = (files.about, *forest.legend(level))
+        downloads.chart(f"{files.file}-regions", forest.forest, lines, alt=what, notes=notes)
         _legend(level)
         far = forest.far_limits(lines)
         if far:
@@ -205,7 +212,7 @@ def _legend(level: str) -> None:
     )
 
 
-def _layers(comparison: Comparison, cells: Sequence[Cell]) -> None:
+def _layers(comparison: Comparison, files: downloads.Source, cells: Sequence[Cell]) -> None:
     with blocks.section("In which layer", blocks.GLOSSARY["layer"]):
         effect = _effect(comparison)
         found = effects.shifts(cells, effect, layers=True)
@@ -217,16 +224,18 @@ def _layers(comparison: Comparison, cells: Sequence[Cell]) -> None:
         order = [charts.name_of(c) for c in rows.by_size(effects.shifts(cells, effect))][:30]
         found = [cell for cell in found if charts.name_of(cell) in order]
         what = "Shift by region and layer"
-        downloads.chart(f"{comparison.id}-layers", charts.heat_map, found, order, alt=what)
-        blocks.note(
+        legend = (
             "Each column is the map as it stands after that layer. Orange: the region gained share; blue: it "
             "lost share."
         )
+        notes = (files.about, legend)
+        downloads.chart(f"{files.file}-layers", charts.heat_map, found, order, alt=what, notes=notes)
+        blocks.note(legend)
 
 
-def _cell_table(name: str, cells: Sequence[Cell]) -> None:
+def _cell_table(file: str, cells: Sequence[Cell]) -> None:
     with blocks.folded(f"Every number of this comparison ({len(cells):,} rows)", "cells") as opened:
         if opened:
             frame = frames.cells(cells)
             st.dataframe(frame, hide_index=True, height=360)
-            downloads.table(f"{name}-cells", frame)
+            downloads.table(f"{file}-cells", frame)

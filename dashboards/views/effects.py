@@ -11,7 +11,7 @@ from audit.records import Cell, Comparison
 from audit.report import rows
 from audit.report.wording import change, number, quantity, span
 from dashboards import blocks, charts, data, downloads, frames
-from dashboards.selection import Selected
+from dashboards.selection import Selected, source
 
 EFFECTS = {
     "model": "the checkpoint",
@@ -40,7 +40,7 @@ def shifts(cells: Sequence[Cell], effect: str, *, layers: bool = False) -> list[
     ]
 
 
-def crossing(name: str, cells: Sequence[Cell]) -> None:
+def crossing(file: str, cells: Sequence[Cell]) -> None:
     """Draw the shares of each region in all four corners of a 2×2."""
     corners = {effect: {(c.region, c.stream): c for c in shifts(cells, effect)} for effect in EFFECTS}
     if not corners["model_on_domain"]:
@@ -63,7 +63,7 @@ def crossing(name: str, cells: Sequence[Cell]) -> None:
             "data (same checkpoint), and by how much both together differ from their sum."
         )
         flat = [cell for found in corners.values() for cell in found.values()]
-        downloads.table(f"{name}-corners", frames.cells(flat))
+        downloads.table(f"{file}-corners", frames.cells(flat))
 
 
 def same_pair(comparison: Comparison, manifests: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -99,7 +99,7 @@ def methods(
     chosen : Selected or None
         The probes that are looked at; None for all.
     """
-    names = same_pair(comparison, manifests)
+    names, file = same_pair(comparison, manifests), source(comparison, chosen).file
     if len(names) < 2 or (chosen is not None and not len(chosen.rows)):
         return
     with blocks.section("Do other methods agree", "The same two checkpoints, maps made in another way."):
@@ -116,9 +116,9 @@ def methods(
         blocks.html(blocks.table(("region", *map(blocks.text, names), "direction"), body))
         region = region if region in ranked else next(iter(ranked), None)
         flat = [(method, cell) for method, cells in found.items() for cell in cells.values()]
-        downloads.table(f"{comparison.id}-methods", frames.cells_by("method", flat))
+        downloads.table(f"{file}-methods", frames.cells_by("method", flat))
         if region is not None:
-            _matrix(f"{comparison.id}-agreement", region, names, chosen)
+            _matrix(f"{file}-agreement", region, names, chosen)
 
 
 def _by_region(name: str, chosen: Selected | None) -> dict[str, Cell]:

@@ -42,6 +42,7 @@ def page() -> None:
             icon=":material/info:",
         )
         return
+    selection.drop_unknown(selection.options(answers))
     with st.expander("Filter the probes", expanded=selection.apply(answers).filtered):
         chosen = selection.choose(answers)
     if not len(chosen.rows):

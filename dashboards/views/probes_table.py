@@ -36,8 +36,8 @@ def ranked(name: str, chosen: Selected) -> pl.DataFrame:
     return joined.sort("js_distance", "probe_id", descending=[True, False], nulls_last=True)
 
 
-def draw(name: str, chosen: Selected) -> None:
-    """Draw the table; a click on a row leads to the probe."""
+def draw(name: str, file: str, chosen: Selected) -> None:
+    """Draw the table, saved under a name that begins with `file`; a click on a row leads to the probe."""
     if not len(chosen.rows):
         return
     with blocks.section(
@@ -64,7 +64,7 @@ def draw(name: str, chosen: Selected) -> None:
             )
         if len(shown) > SHOWN:
             blocks.note(f"The first {SHOWN} of {len(shown):,}; the download holds all.")
-        downloads.table(f"{name}-probes", shown)
+        downloads.table(f"{file}-probes", shown)
 
 
 def _columns(largest: float) -> dict[str, Any]:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import streamlit as st
 
-from audit.records import Cell
+from audit.records import Cell, Comparison
 from audit.report import rows
 from audit.report.wording import count
 from dashboards import blocks, charts, data, downloads, forest, frames, state
-from dashboards.selection import Selected
+from dashboards.selection import Selected, source
 from dashboards.views import effects
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def choose_region(cells: Sequence[Cell]) -> str | None:
     )
 
 
-def distribution(name: str, effect: str, cells: Sequence[Cell], chosen: Selected | None) -> None:
+def distribution(comparison: Comparison, effect: str, cells: Sequence[Cell], chosen: Selected | None) -> None:
     """Draw the shifts of single probes in one region."""
     if chosen is None or not len(chosen.rows):
         return
@@ -48,7 +48,7 @@ def distribution(name: str, effect: str, cells: Sequence[Cell], chosen: Selected
 
         found = effects.shifts(cells, effect)
         region = choose_region(found)
-        table = data.probe_rows(name)
+        table = data.probe_rows(str(comparison.id))
         if region is None or table.is_empty():
             blocks.note("This comparison holds no table of probes.")
             return
@@ -59,10 +59,10 @@ def distribution(name: str, effect: str, cells: Sequence[Cell], chosen: Selected
             )
         wanted = table.filter(pl.col("region") == region)
         wanted = wanted.join(chosen.rows.select("probe_id"), on="probe_id", how="semi")
-        _histogram(name, region, wanted["shift"], effects.shifts(cells, "model"))
+        _histogram(source(comparison, chosen), region, wanted["shift"], effects.shifts(cells, "model"))
 
 
-def _histogram(name: str, region: str, shift: pl.Series, cells: Sequence[Cell]) -> None:
+def _histogram(files: downloads.Source, region: str, shift: pl.Series, cells: Sequence[Cell]) -> None:
     values, missing = shift.drop_nulls().to_numpy(), shift.null_count()
     if not len(values):
         st.info(f"{blocks.plain(region, 60)} has no position in any of these probes.")
@@ -71,16 +71,22 @@ def _histogram(name: str, region: str, shift: pl.Series, cells: Sequence[Cell]) 
     shown = blocks.clip(region, 40)
     title = f"shift of {shown} in one probe (share)"
     what = f"Distribution of the shift of {shown} over probes"
-    downloads.chart(f"{name}-distribution", charts.histogram, values, mean, title, alt=what)
+    legend = "Solid line: the mean; dashed: no change."
+    downloads.chart(
+        f"{files.file}-distribution",
+        charts.histogram,
+        values,
+        mean,
+        title,
+        alt=what,
+        notes=(files.about, legend),
+    )
     rose, fell = int((values > 0).sum()), int((values < 0).sum())
     gone = f"; {count(missing, 'probe')} without this region" if missing else ""
-    blocks.note(
-        f"Rose in {rose:,} and fell in {fell:,} of {count(len(values), 'probe')}{gone}. "
-        "Solid line: the mean; dashed: no change."
-    )
+    blocks.note(f"Rose in {rose:,} and fell in {fell:,} of {count(len(values), 'probe')}{gone}. {legend}")
 
 
-def segments(name: str, effect: str, cells: Sequence[Cell]) -> None:
+def segments(files: downloads.Source, effect: str, cells: Sequence[Cell], level: str) -> None:
     """Draw the shift of the chosen region in each segment of the selected probes."""
     found = [
         c for c in cells if c.measure == "shift" and c.segment and c.layer is None and c.effect == effect
@@ -96,9 +102,11 @@ def segments(name: str, effect: str, cells: Sequence[Cell]) -> None:
         lines = [
             forest.Line(blocks.clip(str(cell.segment), 40), cell) for cell in found if cell.region == region
         ]
-        blocks.note(f"Region: <b>{blocks.text(region)}</b>, as chosen above.")
+        chosen = ", as chosen above" if state.get("region") == region else ""
+        blocks.note(f"Region: <b>{blocks.text(region)}</b>{chosen}.")
         what = f"Shift of {region} by segment"
-        downloads.chart(f"{name}-segments", forest.forest, lines[:SEGMENTS], alt=what)
+        notes = (files.about, *forest.legend(level))
+        downloads.chart(f"{files.file}-segments", forest.forest, lines[:SEGMENTS], alt=what, notes=notes)
         if len(lines) > SEGMENTS:
             blocks.note(f"The first {SEGMENTS} of {len(lines)} segments; the download holds all.")
-        downloads.table(f"{name}-segments", frames.cells(found))
+        downloads.table(f"{files.file}-segments", frames.cells(found))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,6 +69,63 @@ def test_a_link_with_filters_opens_them(audited: Audited) -> None:
     rows = [json.loads(line) for line in (audited.store.parent / "text.jsonl").read_text().splitlines()]
     wanted = sum(r["segments"]["source"] == "mail" and r["label"] == "negative" for r in rows)
     assert f"<b>{wanted} of 48 probes.</b>" in said(app)
+
+
+def offered(app: AppTest) -> set[str]:
+    """Return the keys of the download buttons, which hold the names of the files."""
+    return {str(one.key) for one in app.get("download_button")}
+
+
+def test_files_of_a_selection_are_named_after_it(audited: Audited) -> None:
+    app = open_page("compare", audited.store, comparison=audited.text_comparison)
+    name, every = audited.text_comparison, offered(app)
+    assert {f"csv {name}-segments", f"svg {name}-regions", f"csv {name}-probes"} <= every
+    app = open_page("compare", audited.store, comparison=name, segment="source=mail", label="negative")
+    left = re.search(r"<b>(\d+) of 48 probes", said(app))
+    assert left is not None
+    one = f"{name}-source-mail-label-negative-{left[1]}-probes"
+    assert {f"svg {one}-regions", f"png {one}-layers", f"csv {one}-probes"} <= offered(app)
+    shared = {key for key in offered(app) if one not in key}
+    assert {key.rpartition("-")[2] for key in shared} == {"rules"}  # the verdict is about all probes
+
+
+def test_filters_that_leave_no_probe_are_said_once_and_nothing_else_is_claimed(audited: Audited) -> None:
+    answers = Store(audited.store).comparison(audited.text_comparison).predictions
+    assert answers["fixed"] == 0
+    app = open_page("compare", audited.store, comparison=audited.text_comparison, changed="fixed")
+    shown = said(app)
+    assert shown.count("No probe fits these filters") == 1
+    assert "holds no layers" not in shown
+    assert not any("Every number" in one.label for one in app.expander)
+
+
+def test_unknown_filters_of_a_link_are_named_and_dropped(audited: Audited) -> None:
+    asked = {"segment": "x=y", "label": "nope", "effect": "zzz", "changed": "flipped"}
+    app = open_page("compare", audited.store, comparison=audited.text_comparison, **asked)
+    lines = [one.value for one in app.warning]
+    assert len(lines) == 1
+    assert all(f"{key} “{value}”" in lines[0] for key, value in asked.items() if key != "changed")
+    assert set(app.query_params) == {"comparison", "changed"}
+
+
+def test_a_link_to_another_comparison_leaves_the_filters_of_the_last_one(audited: Audited) -> None:
+    app = open_page("compare", audited.store, comparison=audited.text_comparison, changed="flipped")
+    assert "changed" in app.query_params
+    app.query_params.clear()
+    app.query_params["comparison"] = audited.other_method
+    app.run()
+    assert set(app.query_params) == {"comparison"}
+    assert "of 48 probes.</b>" not in said(app)
+
+
+def test_a_step_back_takes_a_filter_away_again(audited: Audited) -> None:
+    app = open_page("compare", audited.store, comparison=audited.text_comparison)
+    app.segmented_control[0].set_value("flipped").run()
+    assert "changed" in app.query_params
+    del app.query_params["changed"]
+    app.run()
+    assert set(app.query_params) == {"comparison"}
+    assert "of 48 probes.</b>" not in said(app)
 
 
 def test_a_link_to_a_removed_comparison_shows_the_newest_and_says_so(audited: Audited) -> None:
@@ -179,6 +237,32 @@ def test_probe_with_a_changed_file_shows_positions_and_the_reason(audited: Audit
     app = open_page("probe", audited.store, config=config, **address)
     assert "inputs digest" in said(app)
     assert "Nora" not in said(app)
+
+
+@pytest.mark.parametrize("how", ["changed", "changed at the same time", "deleted"])
+def test_a_changed_image_is_not_drawn_under_the_old_map(audited: Audited, tmp_path: Path, how: str) -> None:
+    for name in ("vision.toml", "vision.jsonl"):
+        shutil.copy(audited.store.parent / name, tmp_path / name)
+    shutil.copytree(audited.store.parent / "images", tmp_path / "images")
+    address = {"comparison": audited.vision_comparison, "probe": "v-001"}
+    show = {"config": tmp_path / "vision.toml", **address}
+    whole = said(open_page("probe", audited.store, **show))  # type: ignore[arg-type]
+    assert 'alt="the probe' in whole
+    path = tmp_path / "images" / "001.png"
+    before = path.stat()
+    if how == "deleted":
+        path.unlink()
+    else:
+        shutil.copy(tmp_path / "images" / "002.png", path)
+    if how == "changed at the same time":
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    shown = said(open_page("probe", audited.store, **show))  # type: ignore[arg-type]
+    assert 'alt="the probe' not in shown
+    assert (
+        "001.png" if how == "deleted" else "The content of v-001 is not the one that was captured"
+    ) in shown
+    other = said(open_page("probe", audited.store, **{**show, "probe": "v-003"}))  # type: ignore[arg-type]
+    assert 'alt="the probe' in other
 
 
 def test_hostile_text_is_escaped_and_made_visible(audited: Audited) -> None:

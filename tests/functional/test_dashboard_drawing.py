@@ -133,7 +133,11 @@ def elements(svg: str, name: str) -> list[ElementTree.Element]:
 @pytest.mark.parametrize("colours", [LIGHT, DARK])
 def test_a_chart_is_saved_with_every_mark(colours):
     spec = charts.heat_map(CELLS, ["corner"], colours).to_dict()
-    svg = downloads.chart_svg(spec, colours)
+    svg = downloads.chart_svg(
+        spec, colours, "Shift of 3 <regions>", ("cmp-1 · 7 of 9 probes: fixed", "Legend.")
+    )
+    said = {part for one in elements(svg, "text") for part in one.itertext()}
+    assert {"Shift of 3 <regions>", "cmp-1 · 7 of 9 probes: fixed", "Legend."} <= said
     tiles = [one for one in elements(svg, "path") if (one.get("fill") or "").startswith("rgb")]
     assert len(tiles) == 3
     assert "+.020" in svg or "+.02" in svg
