@@ -30,6 +30,7 @@ TILE = np.concatenate([24 * tile + np.arange(17) for tile in range(4)])
 
 def gated() -> Checkpoint:
     """Llama 3.2 with an open gate: a new one is closed, as before its training."""
+    torch.manual_seed(0)  # weights by which the gated block matters to the logit
     subject = mllama()
     with torch.no_grad():
         for name, parameter in subject.model.named_parameters():
