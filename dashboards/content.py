@@ -49,9 +49,12 @@ def of_probe(probe_id: str, inputs_digest: str) -> Content:
     problems = [source.problem for source in found if source.problem]
     if problems:
         return Content(None, f"Contents are not shown: {problems[0]}")
+    given = (
+        "The given probe file is not" if len(found) == 1 else f"None of the {len(found)} given probe files is"
+    )
     return Content(
         None,
-        f"None of the {len(found)} given probe files is the one that was captured (inputs digest "
+        f"{given} the one that was captured (inputs digest "
         f"{inputs_digest[:12]}); it has changed since, or belongs to another configuration.",
     )
 

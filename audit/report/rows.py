@@ -115,15 +115,17 @@ def sentence_of(found: RuleVerdict) -> str:
 
 
 def full_sentence(text: str, name: str = "") -> str:
-    """Return `text` with a capital, unless it starts with the name of a region, and a full stop.
+    """Return `text` with a capital, unless it starts with a region's name or an address, and a full stop.
 
     Examples
     --------
     >>> full_sentence("the interval crosses the limit"), full_sentence("rest is empty.", "rest")
     ('The interval crosses the limit.', 'rest is empty.')
+    >>> full_sentence("nina@example.org until 2027-01-31")
+    'nina@example.org until 2027-01-31.'
     """
     text = text.strip()
-    if not (name and text.startswith(name)):
+    if not (name and text.startswith(name)) and "@" not in text.partition(" ")[0]:
         text = text[:1].upper() + text[1:]
     return text if not text or text.endswith((".", "!", "?", "…")) else f"{text}."
 
@@ -381,9 +383,10 @@ def confirmations(comparison: Comparison | None, verdict: Verdict | None) -> lis
 
 
 def to_settle(verdict: Verdict | None) -> list[tuple[str, str]]:
-    """Return (where, what is needed) of every INCONCLUSIVE rule that can be settled."""
-    return [
+    """Return (where, what is needed) of every INCONCLUSIVE rule that can be settled, each once."""
+    needs = (
         (where_rule(found), clip(found.needed, SENTENCE_WIDTH))
         for found in rules_of(verdict)
         if found.outcome is Outcome.INCONCLUSIVE and found.needed
-    ]
+    )
+    return list(dict.fromkeys(needs))

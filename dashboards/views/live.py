@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import streamlit as st
 
-from audit.errors import AuditError
+from audit.errors import AuditError, ProbeError
 from audit.records import Captured, Probe, RunSpec
 from audit.report.wording import number
 from dashboards import blocks, content, controls, data, loaded, state
@@ -19,6 +20,7 @@ from dashboards.views import compare, edits
 from dashboards.views.maps import draw_pair, on_common_positions
 
 LONGEST = 2000
+"""Characters of a text; longer ones are refused here, since the field would swallow them in silence."""
 MEGABYTES = 10
 IMAGES = ["png", "jpg", "jpeg", "webp"]
 SOUNDS = ["wav", "flac", "ogg", "mp3"]
@@ -66,13 +68,25 @@ def _draw(specs: Sequence[RunSpec]) -> None:
             answers = loaded.capture(specs, probe, method)
             took = perf_counter() - begun
     except AuditError as error:
-        blocks.warn(error)
+        blocks.warn(_shorten(error) or error)
         return
     _predictions(answers, took)
     blocks.meaning()
     layer = controls.view(answers[0].maps, answers[1].maps)
     _maps(answers, probe, layer)
     edits.since_last(answers, probe, layer)
+
+
+def _shorten(error: AuditError) -> str | None:
+    """Return what to do about a text of too many tokens; None for another error.
+
+    The message of a run advises on its configuration, which does nothing on this page.
+    """
+    found = re.search(r"have more than (\d+) tokens: \S+ \((\d+)\)", str(error))
+    if not isinstance(error, ProbeError) or found is None:
+        return None
+    limit, given = map(int, found.groups())
+    return f"The text has {given:,} tokens; shorten the text to {limit:,} tokens."
 
 
 def _maps(answers: Sequence[Captured], probe: Probe, layer: int | None) -> None:
@@ -102,14 +116,21 @@ def _input(spec: RunSpec, checkpoint: Any) -> Probe | None:
 
 def _text(spec: RunSpec, example: Probe | None, *, pair: bool) -> Probe | None:
     start = (example.text or "") if example is not None else ""
-    text = st.text_area("Text", start, key=f"live text {spec.id}", height=90, max_chars=LONGEST)
+    text = st.text_area("Text", start, key=f"live text {spec.id}", height=90)
     second = None
     if pair and example is not None:
-        second = st.text_area(
-            "Second text", example.text_pair or "", key=f"live pair {spec.id}", height=90, max_chars=LONGEST
+        second = st.text_area("Second text", example.text_pair or "", key=f"live pair {spec.id}", height=90)
+    longest = max(len(text), len(second or ""))
+    if longest > LONGEST:
+        st.warning(
+            f"The text has {longest:,} characters; shorten it to {LONGEST:,}.", icon=":material/content_cut:"
         )
+        return None
+    if not text.strip():
+        blocks.note("Give a text to see both maps.")
+        return None
     blocks.note("Ctrl-Enter, or a click outside, draws it. Change a word to see what moves.")
-    return Probe("live", text=text, text_pair=second) if text.strip() else None
+    return Probe("live", text=text, text_pair=second)
 
 
 def _image() -> Probe | None:

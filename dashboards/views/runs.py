@@ -26,8 +26,8 @@ COLUMNS = {
 SHARES = {
     "stream": blocks.column("stream"),
     "region": blocks.column("region"),
-    "layer": st.column_config.NumberColumn(
-        "up to layer", help=f"{blocks.GLOSSARY['layer']} Without a number: the whole stack, as judged."
+    "layer": st.column_config.TextColumn(
+        "up to layer", help=f"{blocks.GLOSSARY['layer']} The whole stack is what is judged."
     ),
     "mean": st.column_config.NumberColumn("mean share", help=blocks.GLOSSARY["share"]),
     "sd": st.column_config.NumberColumn("SD", help="How far single probes lie from the mean."),
@@ -226,6 +226,9 @@ def _used_in(name: str) -> None:
 
 def _shares(name: str) -> None:
     with blocks.section("Shares of the regions", "Means over the probes of this run alone."):
+        import polars as pl
+
         frame = data.aggregate(name).drop("run_id")
-        st.dataframe(frame, hide_index=True, height=min(300, 38 + 35 * len(frame)), column_config=SHARES)
+        shown = frame.with_columns(frame["layer"].cast(pl.String).fill_null("whole stack"))
+        st.dataframe(shown, hide_index=True, height=min(300, 38 + 35 * len(frame)), column_config=SHARES)
         downloads.table(f"{name}-regions", frame)

@@ -151,6 +151,28 @@ def test_a_changed_checkpoint_is_refused(audited: Audited, tmp_path: Path) -> No
         config.write_text(kept)
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("x" * 100_000, "The text has 100,000 characters; shorten it to 2,000."),
+        (" ", "Give a text to see both maps."),
+    ],
+)
+def test_a_text_that_cannot_be_drawn_is_answered(audited: Audited, given: str, expected: str) -> None:
+    app = open_loaded("live", audited.store, audited.text, comparison=audited.text_comparison)
+    app.text_area[0].set_value(given).run()
+    assert expected in said(app)
+    assert "Predicted before" not in said(app)
+
+
+def test_a_text_of_too_many_tokens_says_how_far_to_shorten_it(audited: Audited) -> None:
+    app = open_loaded("live", audited.store, audited.text, comparison=audited.text_comparison)
+    app.text_area[0].set_value("a " * 900).run()
+    shown = said(app).replace("\\", "")
+    assert re.search(r"The text has [\d,]+ tokens; shorten the text to [\d,]+ tokens\.", shown)
+    assert "truncate" not in shown
+
+
 def test_an_edit_shows_what_it_moved(audited: Audited) -> None:
     app = open_loaded("live", audited.store, audited.text, comparison=audited.text_comparison)
     app.text_area[0].set_value("The film was good .").run()

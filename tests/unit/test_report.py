@@ -37,6 +37,7 @@ from audit.report import (
 from audit.report.forest import LEFT, RIGHT, forests, nice_step
 from audit.report.heat import heat_map
 from audit.report.maps import PANEL, drawing, patch_paths, window
+from audit.report.rows import to_settle
 from tests.report_cases import (
     HOSTILE,
     REGIONS,
@@ -286,6 +287,14 @@ def test_text_of_200_regions_lists_the_largest_and_counts_the_rest():
     assert "cell-198" in text
     assert "cell-001" not in text
     assert "… and 159 smaller shifts" in text
+
+
+def test_the_same_need_of_two_rules_is_listed_once():
+    needs = [
+        replace(rule_verdict(name, Outcome.INCONCLUSIVE, 0.015), needed="3 replicates")
+        for name in ("corner", "corner", "rest")
+    ]
+    assert to_settle(verdict(*needs)) == [("corner", "3 replicates"), ("rest", "3 replicates")]
 
 
 def test_warning_passes_and_is_called_a_warning():
