@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import streamlit as st
@@ -25,11 +25,12 @@ class Content:
 
 @dataclass(frozen=True)
 class Source:
-    """One probe file as it is now: its digest and probes, or what is wrong with it."""
+    """One probe file as it is now: its digest, probes and their digests, or what is wrong with it."""
 
     config: str
     digest: str = ""
     probes: Mapping[str, Probe] | None = None
+    contents: Mapping[str, str] = field(default_factory=dict)
     problem: str | None = None
 
 
@@ -44,8 +45,7 @@ def of_probe(probe_id: str, inputs_digest: str) -> Content:
         )
     for source in found:
         if source.digest == inputs_digest and source.probes is not None:
-            probe = source.probes.get(probe_id)
-            return Content(probe, None if probe else f"The probe file of {source.config} has no {probe_id}.")
+            return _as_captured(source, probe_id)
     problems = [source.problem for source in found if source.problem]
     if problems:
         return Content(None, f"Contents are not shown: {problems[0]}")
@@ -56,6 +56,26 @@ def of_probe(probe_id: str, inputs_digest: str) -> Content:
         None,
         f"{given} the one that was captured (inputs digest "
         f"{inputs_digest[:12]}); it has changed since, or belongs to another configuration.",
+    )
+
+
+def _as_captured(source: Source, probe_id: str) -> Content:
+    """Return a probe of a source, unless its image, sound or features changed since the source was read."""
+    probe = (source.probes or {}).get(probe_id)
+    if probe is None:
+        return Content(None, f"The probe file of {source.config} has no {probe_id}.")
+    from audit.probes import content_digest
+
+    try:
+        same = content_digest(probe) == source.contents[probe_id]
+    except AuditError as error:
+        return Content(None, f"Contents are not shown: {error}")
+    if same:
+        return Content(probe)
+    return Content(
+        None,
+        f"The content of {probe_id} is not the one that was captured: a file that {source.config} names for "
+        "it has changed since, so that the map does not belong to it; restore that file.",
     )
 
 
@@ -99,7 +119,9 @@ def _read(path: str, stamp: tuple[int, ...]) -> list[Source]:  # noqa: ARG001 (p
         found = []
         for domain in [False, True] if config.domain is not None else [False]:
             probes = load_probes(probe_source(config, domain=domain))
-            found.append(Source(name, probes.inputs_digest, {probe.id: probe for probe in probes}))
+            by_id = {probe.id: probe for probe in probes}
+            contents = dict(zip(probes.ids, probes.contents, strict=True))
+            found.append(Source(name, probes.inputs_digest, by_id, contents))
     except AuditError as error:
         return [Source(name, problem=str(error))]
     return found

@@ -203,7 +203,7 @@ def _make_set(
         raise ProbeError(f"{name} {errors[0]}{more}")
     inputs = digest([[probe.id, content] for probe, content in zip(probes, contents, strict=True)])
     annotations = digest([_annotations(probe) for probe in probes])
-    return ProbeSet(tuple(probes), inputs, annotations, name if source is None else source)
+    return ProbeSet(tuple(probes), inputs, annotations, name if source is None else source, tuple(contents))
 
 
 # --- digests ----------------------------------------------------------------------------------

@@ -66,12 +66,13 @@ class Probe:
 
 @dataclass(frozen=True)
 class ProbeSet:
-    """An ordered, fixed list of probes and its two digests."""
+    """An ordered, fixed list of probes and its two digests; `contents` are the digests of single probes."""
 
     probes: tuple[Probe, ...]
     inputs_digest: str
     annotations_digest: str
     source: str = ""
+    contents: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.probes)
