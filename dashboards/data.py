@@ -16,6 +16,7 @@ import streamlit as st
 from audit.errors import AuditError, StoreError
 from audit.records import Cell, Comparison, Map, Outcome, Verdict
 from audit.store import Store
+from dashboards import naming
 
 if TYPE_CHECKING:
     import polars as pl
@@ -73,16 +74,12 @@ def _as_read(manifest: Mapping[str, Any]) -> Mapping[str, Any]:
                 "changed": why}  # fmt: skip
     if found is None:  # what is wrong with the approvals or the log is told beside the verdicts
         return manifest
-    return {**manifest, "outcome": found.status, "sentence": found.sentence, "accepted": accepted(found)}
-
-
-def accepted(found: Verdict) -> dict[str, tuple[str, ...]]:
-    """Return who accepted (with date and reason) → the rules and regions that this person accepted."""
-    by: dict[str, list[str]] = {}
-    for one in found.rules:
-        if one.approved_by:
-            by.setdefault(one.approved_by, []).append(f"{one.rule.label} on {one.region}")
-    return {who: tuple(dict.fromkeys(what)) for who, what in by.items()}
+    return {
+        **manifest,
+        "outcome": found.status,
+        "sentence": found.sentence,
+        "accepted": naming.accepted(found),
+    }
 
 
 def _changed(name: str, *tables: str) -> str | None:
@@ -122,6 +119,20 @@ def runs() -> Listing:
     """Return the manifests of runs; a damaged one hides no other."""
     where = store()
     return _listing(where.runs, where.run_ids, where.manifest)
+
+
+def missing(run_id: str) -> str:
+    """Return why a run cannot be shown: damaged, unfinished, or not there; without a full stop."""
+    where = store()
+    if where.has_run(run_id):
+        try:
+            where.manifest(run_id)
+        except AuditError as error:
+            return f"which is damaged: {error}"
+    folder = where.root / "runs" / Path(run_id).name
+    if folder.is_dir() and run_id.startswith("run-"):
+        return "which is unfinished or has lost its manifest: run its command again, or restore manifest.json"
+    return "which is not in this store (it may have been removed)"
 
 
 def _listing(

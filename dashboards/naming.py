@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from audit.records import RunRef
+from audit.records import RunRef, Verdict
 from audit.report import rows
 from audit.report.wording import clip
 
@@ -74,6 +74,15 @@ def outcome_of(manifest: Mapping[str, Any]) -> str:
     if manifest.get("changed"):
         return f"{outcome} (changed since it was logged)"
     return f"{outcome} (approved)" if manifest.get("accepted") and outcome != "FAIL" else outcome
+
+
+def accepted(found: Verdict) -> dict[str, tuple[str, ...]]:
+    """Return who accepted (with date and reason) → the rules and regions that this person accepted."""
+    by: dict[str, list[str]] = {}
+    for one in found.rules:
+        if one.approved_by:
+            by.setdefault(one.approved_by, []).append(f"{one.rule.label} on {one.region}")
+    return {who: tuple(dict.fromkeys(what)) for who, what in by.items()}
 
 
 def pair_names(manifests: Iterable[Mapping[str, Any]]) -> dict[Pair, str]:

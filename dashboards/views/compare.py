@@ -102,7 +102,10 @@ def _filters(comparison: Comparison, answers: Any) -> Selected | None:
     selection.drop_unknown({"effect": _effects(comparison.cells), **filters})
     if answers is None:
         if comparison.kind == "paired":
-            blocks.note("The runs of this comparison are no longer in the store: probes cannot be filtered.")
+            blocks.note(
+                "The runs of this comparison are no longer in the store, or have lost their manifest: probes "
+                "cannot be filtered."
+            )
         return None
     st.header("Which probes", anchor=False, help="Every plot and table below follows these filters.")
     chosen = selection.choose(answers)

@@ -38,7 +38,10 @@ def page() -> None:
     comparison = data.comparison(name)
     specs = loaded.specs_of(comparison)
     if specs is None:
-        loaded.explain(f"The runs of {name} are no longer in the store, so that its checkpoints are unknown.")
+        loaded.explain(
+            f"The runs of {name} are no longer in the store, or have lost their manifest, so that its "
+            "checkpoints are unknown."
+        )
     elif reason := loaded.obstacle(specs):
         loaded.explain(reason)
     else:

@@ -20,12 +20,15 @@ if TYPE_CHECKING:
 def page() -> None:
     """Draw approvals, verdicts and the log."""
     st.title("Approvals & log", anchor=False)
-    entries: Sequence[Mapping[str, Any]] = ()
-    with blocks.section():
-        entries = data.store().log()
+    logged = data.log()
+    if logged.problems:
+        blocks.warn(
+            f"The log is damaged; below stand the {len(logged.manifests)} entries before the damage. "
+            "What is wrong is told under “The log”."
+        )
     _approvals()
-    _verdicts(entries)
-    _chain(entries)
+    _verdicts(logged)
+    _chain(logged)
 
 
 def _approvals() -> None:
@@ -159,13 +162,14 @@ def _loosening(old: str, new: str) -> list[str]:
     return loosened(one.policy, two.policy) if one is not None and two is not None else []
 
 
-def _verdicts(entries: Sequence[Mapping[str, Any]]) -> None:
+def _verdicts(logged: data.Listing) -> None:
     import polars as pl
 
     with blocks.section("Verdicts", "Every judgement, in the order it was made; none can be taken back."):
-        found = verdicts(entries, _loosening)
+        found = verdicts(logged.manifests, _loosening)
         if not found:
-            blocks.note("No verdict has been logged yet.")
+            damaged = "No verdict stands before the damage of the log."
+            blocks.note(damaged if logged.problems else "No verdict has been logged yet.")
             return
         frame = pl.DataFrame(found, infer_schema_length=None)
         st.dataframe(
@@ -191,27 +195,28 @@ def _verdicts(entries: Sequence[Mapping[str, Any]]) -> None:
             blocks.link("compare", label, ":material/compare_arrows:", comparison=str(one["comparison"]))
 
 
-def _chain(entries: Sequence[Mapping[str, Any]]) -> None:
+def _chain(logged: data.Listing) -> None:
     with blocks.section(
-        "The log", "Each entry holds the digest of the one before: a change anywhere is seen."
+        "The log", "Each entry holds the digest of the one before: a change of an entry is seen."
     ):
-        problems = data.store().verify_log()
-        if problems:
-            for problem in problems[:10]:
-                st.error(blocks.plain(problem), icon=":material/gpp_bad:")
-        elif entries:
+        entries = logged.manifests
+        for problem in logged.problems[:10]:
+            st.error(blocks.plain(problem), icon=":material/gpp_bad:")
+        if entries and not logged.problems:
             st.success(
-                f"The chain of {count(len(entries), 'entry').replace('entrys', 'entries')} is whole.",
+                f"{count(len(entries), 'entry').replace('entrys', 'entries')} follow one another. Whether "
+                "the stored files match them is what “Verify everything” on Runs & provenance tells.",
                 icon=":material/verified:",
             )
         if entries:
+            head = "last intact entry" if logged.problems else "log head"
             blocks.html(
                 blocks.facts(
-                    [("log head", data.store().log_head()), ("last entry", blocks.when(entries[-1]["time"]))]
+                    [(head, entries[-1]["digest"]), ("last entry", blocks.when(entries[-1]["time"]))]
                 )
             )
             blocks.note(
                 "A report prints the head, so that a log which was cut short is seen by comparing the two."
             )
-        else:
+        elif not logged.problems:
             blocks.note("The log is empty.")

@@ -36,6 +36,8 @@ SHARES = {
         "without it", help="Probes in which the region has no position."
     ),
 }
+LINES = 20
+"""Problems that are listed; `audit verify` lists all."""
 LISTED = 500
 """Runs in the list to choose from; a click on a row of the table chooses any."""
 
@@ -51,6 +53,7 @@ def page() -> None:
         st.info(
             "There is no finished run in this store yet; `audit capture` makes one.", icon=":material/inbox:"
         )
+        _verify_everything()
         return
     blocks.note(
         "A run is one checkpoint on one probe set with one method. It never changes: its id is the digest of "
@@ -58,6 +61,7 @@ def page() -> None:
     )
     with blocks.section():
         _table(runs_frame(tuple(str(one["run_id"]) for one in manifests), manifests))
+    _verify_everything()
     with blocks.section():
         _run(_choose(manifests))
     state.publish(*KEYS)
@@ -115,8 +119,7 @@ def _choose(manifests: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     asked = state.get("run")
     if asked is not None and asked not in by_name:
         st.warning(
-            f"The link asks for {blocks.plain(asked, 40)}, which is not in this store (it may have been "
-            "removed). "
+            f"The link asks for {blocks.plain(asked, 40)}, {blocks.plain(data.missing(asked))}. "
             "The newest run is shown instead.",
             icon=":material/link_off:",
         )
@@ -197,11 +200,40 @@ def _verify(manifest: Mapping[str, Any]) -> None:
         ):
             with st.spinner("Reading every file …"):
                 problems = data.store().verify(name)
-            if problems:
-                for problem in problems[:10]:
-                    st.error(blocks.plain(problem), icon=":material/gpp_bad:")
-            else:
-                st.success("Every file is as it was written.", icon=":material/verified:")
+            _tell(problems, "Every file is as it was written.")
+
+
+def _verify_everything() -> None:
+    with blocks.section(
+        "The whole store", "Every run, comparison and approval, the log, and the statistics computed again."
+    ):
+        if not st.button(
+            "Verify everything",
+            icon=":material/fact_check:",
+            help="What `audit verify` does: reads every file, and computes every comparison again.",
+        ):
+            return
+        from audit.pipeline import verify_store
+
+        with st.spinner("Reading every file, and computing every comparison again …"):
+            found = verify_store(data.store())
+        again = count(len(found.recomputed), "comparison")
+        _tell(
+            found.problems,
+            f"{len(found.checked)} runs and comparisons are as they were logged; {again} came out the same "
+            "when computed again.",
+        )
+        for one in found.notes[:LINES]:
+            blocks.note(blocks.text(one, 500))
+
+
+def _tell(problems: Sequence[str], good: str) -> None:
+    for problem in problems[:LINES]:
+        st.error(blocks.plain(problem), icon=":material/gpp_bad:")
+    if len(problems) > LINES:
+        st.error(f"{len(problems) - LINES} more; `audit verify` lists them.", icon=":material/gpp_bad:")
+    if not problems:
+        st.success(good, icon=":material/verified:")
 
 
 def _used_in(name: str) -> None:

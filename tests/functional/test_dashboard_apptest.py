@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -228,7 +229,13 @@ def test_an_unfinished_run_is_not_listed(audited: Audited, copy: Path) -> None:
     name = Store(copy).run_ids()[0]
     (copy / "runs" / name / "manifest.json").unlink()
     app = open_page("runs", copy, run=name)
-    assert f"{name}, which is not in this store" in said(app)
+    assert f"{name}, which is unfinished or has lost its manifest" in said(app)
+
+
+def test_a_damaged_run_is_called_damaged(audited: Audited, copy: Path) -> None:
+    name = Store(copy).run_ids()[0]
+    (copy / "runs" / name / "manifest.json").write_bytes(b"{")
+    assert f"{name}, which is damaged" in said(open_page("runs", copy, run=name))
 
 
 def test_probe_shows_words_only_from_the_file_that_was_captured(audited: Audited) -> None:
@@ -255,16 +262,13 @@ def test_probe_with_a_changed_file_shows_positions_and_the_reason(audited: Audit
 
 @pytest.mark.parametrize("how", ["changed", "changed at the same time", "deleted"])
 def test_a_changed_image_is_not_drawn_under_the_old_map(audited: Audited, tmp_path: Path, how: str) -> None:
-    for name in ("vision.toml", "vision.jsonl"):
-        shutil.copy(audited.store.parent / name, tmp_path / name)
+    shutil.copy(audited.store.parent / "vision.jsonl", tmp_path / "vision.jsonl")
+    config = audited.vision.read_text().replace('[[replicates]]\npath = "vision/seed-*"\n', "")
+    (tmp_path / "vision.toml").write_text(config)
     shutil.copytree(audited.store.parent / "images", tmp_path / "images")
     address = {"comparison": audited.vision_comparison, "probe": "v-001"}
     show = {"config": tmp_path / "vision.toml", **address}
     whole = said(open_page("probe", audited.store, **show))  # type: ignore[arg-type]
-    print(whole[:100])
-    import re
-
-    print(re.findall("<img.{150}", whole), re.findall("not shown.{200}", whole))
     assert 'alt="the probe' in whole
     path = tmp_path / "images" / "001.png"
     before = path.stat()
@@ -304,15 +308,51 @@ def test_next_and_layer_move_through_probes_and_layers(audited: Audited) -> None
     assert app.query_params["probe"] == second
 
 
+def _button(app: AppTest, label: str) -> Any:
+    return next(one for one in app.button if one.label == label)
+
+
+def test_verify_everything_computes_again_and_names_what_is_lost(audited: Audited, copy: Path) -> None:
+    app = open_page("runs", copy)
+    _button(app, "Verify everything").click().run()
+    number = len(Store(copy).run_ids()) + 3
+    told = "".join(one.value for one in app.success)
+    assert f"{number} runs and comparisons are as they were logged; 3 comparisons came out the same" in told
+    shutil.rmtree(copy / "comparisons" / audited.vision_comparison)
+    app = open_page("runs", copy)
+    _button(app, "Verify everything").click().run()
+    assert not app.success
+    assert f"{audited.vision_comparison} is recorded in the log but not in the store" in app.error[0].value
+
+
+def test_a_garbled_entry_of_the_log_hides_no_entry_before_it(audited: Audited, copy: Path) -> None:
+    app = open_page("log", copy)
+    assert "follow one another. Whether the stored files match" in app.success[0].value
+    entries = sorted((copy / "log").glob("*.json"))
+    verdicts = [one for one in Store(copy).log() if one["kind"] == "verdict"]
+    assert len(app.dataframe[0].value) == len(verdicts) == 3
+    entries[-1].write_bytes(b"garbled")
+    app = open_page("log", copy)
+    shown = said(app)
+    assert not app.success
+    assert f"the {len(entries) - 1} entries before the damage" in shown
+    assert entries[-1].name in app.error[0].value
+    assert len(app.dataframe[0].value) == 2
+    entries[0].write_bytes(b"garbled")
+    shown = said(open_page("log", copy))
+    assert "No verdict stands before the damage" in shown
+    assert "The log is empty" not in shown
+
+
 def test_verify_names_a_changed_file(audited: Audited, copy: Path) -> None:
     name = Store(copy).run_ids()[0]
     app = open_page("runs", copy, run=name)
-    app.button[0].click().run()
+    _button(app, "Verify now").click().run()
     assert "as it was written" in said(app)
     path = copy / "runs" / name / "reliance.parquet"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     app = open_page("runs", copy, run=name)
-    app.button[0].click().run()
+    _button(app, "Verify now").click().run()
     assert "reliance.parquet" in "".join(one.value for one in app.error)
 
 
