@@ -144,18 +144,6 @@ def test_filter_makes_every_plot_follow(page: Page, dashboard: str, audited: Aud
     expect(page.get_by_text(re.compile(r"\d+ of 48 probes\."))).to_be_visible()
 
 
-def test_back_takes_a_filter_away_again(page: Page, dashboard: str, audited: Audited) -> None:
-    visit(page, f"{dashboard}/compare?comparison={audited.text_comparison}")
-    page.get_by_text("changed class").first.click()
-    expect(page.get_by_text("of 48 probes.")).to_be_visible()
-    page.wait_for_url("**changed=flipped**")
-    settle(page)
-    page.go_back()
-    expect(page.get_by_text("of 48 probes.")).to_have_count(0)
-    settle(page)
-    assert "changed" not in page.url
-
-
 def test_downloads_hold_the_whole_table(page: Page, dashboard: str, audited: Audited) -> None:
     visit(page, f"{dashboard}/compare?comparison={audited.text_comparison}")
     for name, read in (("csv", pl.read_csv), ("parquet", pl.read_parquet)):
