@@ -64,10 +64,10 @@ def _as_captured(source: Source, probe_id: str) -> Content:
     probe = (source.probes or {}).get(probe_id)
     if probe is None:
         return Content(None, f"The probe file of {source.config} has no {probe_id}.")
-    from audit.probes import content_digest
+    from audit.pipeline.sources import is_unchanged
 
     try:
-        same = content_digest(probe) == source.contents[probe_id]
+        same = is_unchanged(probe, source.contents[probe_id])
     except AuditError as error:
         return Content(None, f"Contents are not shown: {error}")
     if same:

@@ -15,7 +15,7 @@ def main() -> None:
     st.set_page_config(page_title="rollout-audit", page_icon=icon, layout="wide", initial_sidebar_state=228)
     theme.apply_style()
     chosen = navigation.choose_page()
-    state.read_address(chosen.url_path)
+    state.read_address()
     navigation.guarded(chosen.run, chosen.title)
     navigation.share()
     theme.follow()

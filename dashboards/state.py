@@ -39,24 +39,12 @@ OF_COMPARISON = (
 """What is meant of one comparison alone: a link to another one does not take it along."""
 
 
-def read_address(page: str = "") -> None:
-    """Take what the address names into the selection; other keys keep their value.
+def read_address() -> None:
+    """Take what the address names into the selection.
 
-    Not kept are those of another comparison, and those that a step back of the browser on the same page
-    has taken out of the address.
-
-    Parameters
-    ----------
-    page : str
-        Which page is drawn.
+    Other keys keep their value, but not those of another comparison.
     """
     chosen = _selection()
-    before, written = st.session_state.get("written", ("", ()))
-    st.session_state["written"] = (page, written if page == before else ())
-    if page == before and st.query_params:
-        for key in written:
-            if key not in st.query_params:
-                chosen.pop(key, None)
     asked = st.query_params.get("comparison")
     if asked is not None and asked != chosen.get("comparison", asked):
         for key in OF_COMPARISON:
@@ -89,8 +77,6 @@ def publish(*keys: str) -> None:
     """Write these keys of the selection to the address: the link to the page as it is."""
     chosen = _selection()
     wanted = {key: chosen[key] for key in keys if key in chosen}
-    page, _ = st.session_state.get("written", ("", ()))
-    st.session_state["written"] = (page, tuple(wanted))
     if st.query_params.to_dict() != wanted:
         st.query_params.from_dict(wanted)
 

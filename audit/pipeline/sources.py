@@ -10,8 +10,8 @@ from pathlib import Path
 from audit.config import AuditConfig, CheckpointSection, ReplicateSection
 from audit.errors import CheckpointError, ConfigError
 from audit.models import checkpoint_info
-from audit.probes import read_probes
-from audit.records import ProbeSet
+from audit.probes import content_digest, read_probes
+from audit.records import Probe, ProbeSet
 
 
 @dataclass(frozen=True)
@@ -94,3 +94,14 @@ def _stamp(path: Path) -> tuple[int, ...]:
 def load_probes(source: ProbeSource) -> ProbeSet:
     """Read a probe set once per process; see :func:`audit.probes.read_probes`."""
     return read_probes(source.path, columns=dict(source.columns) or None)
+
+
+def is_unchanged(probe: Probe, digest: str) -> bool:
+    """Return whether what goes into the model still is what the `digest` of a probe's content was taken of.
+
+    Raises
+    ------
+    ProbeError
+        When an image, features or a sound can no longer be read.
+    """
+    return content_digest(probe) == digest

@@ -43,8 +43,11 @@ class Files:
         return sorted(d.name for d in self.directory.iterdir() if d.name[0] != "." and self.has(d.name))
 
     def has(self, name: str) -> bool:
-        """Return whether `name` is published."""
-        return (self.directory / name / MANIFEST).is_file()
+        """Return whether `name` is published; a name that no file could have is not."""
+        try:
+            return (self.directory / name / MANIFEST).is_file()
+        except OSError:  # such as a name that is too long
+            return False
 
     def manifest(self, name: str) -> dict[str, Any]:
         """Return a manifest after checking its seal."""

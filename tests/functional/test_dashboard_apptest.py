@@ -133,16 +133,6 @@ def test_shares_of_a_run_name_the_whole_stack(audited: Audited) -> None:
     assert not shares["layer"].isna().any()
 
 
-def test_a_step_back_takes_a_filter_away_again(audited: Audited) -> None:
-    app = open_page("compare", audited.store, comparison=audited.text_comparison)
-    app.segmented_control[0].set_value("flipped").run()
-    assert "changed" in app.query_params
-    del app.query_params["changed"]
-    app.run()
-    assert set(app.query_params) == {"comparison"}
-    assert "of 48 probes.</b>" not in said(app)
-
-
 def test_a_link_to_a_removed_comparison_shows_the_newest_and_says_so(audited: Audited) -> None:
     app = open_page("compare", audited.store, comparison="cmp-000000000000")
     assert "cmp-000000000000, which is not in this store" in said(app)
