@@ -125,6 +125,7 @@ def _boxes(panel: Line, boxes: Weights, place: Place, colours: Palette) -> list[
             i,
             colours,
             (x + left * width, y + top * height, (right - left) * width, (bottom - top) * height),
+            PATCH,
             radius=0,
         )
         for i, (left, top, right, bottom) in enumerate(boxes.tolist())

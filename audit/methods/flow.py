@@ -230,7 +230,7 @@ def layered_flow(
     >>> lowest, highest = np.array([[1.0, 0.0, 0.0], [0.0, 0.5, 0.5]]), np.array([[0.25, 0.75]])
     >>> flow, saturated = layered_flow([lowest, highest], [0])
     >>> flow.tolist(), saturated.tolist()
-    ([[0.25, 0.5, 0.5]], [[False, True, True]])
+    ([[0.25, 0.5, 0.5]], [[True, True, True]])
     """
     graph = _Graph.of(layers)
     _check_cost(len(rows) * graph.inputs, len(graph.edges.capacities), max_seconds)

@@ -87,7 +87,7 @@ def test_pixels_of_an_image_belong_to_patches_and_a_remainder_to_none():
         *[[4, 4, 5, 5, 6, 6, -1]] * 2,
         [-1] * 7,
     ]
-    torch.testing.assert_close(cells.empty.flatten(), pixels.mean(dim=(0, 2, 3)))
+    torch.testing.assert_close(cells.empty.flatten(), pixels.double().mean(dim=(0, 2, 3)))
 
 
 def test_text_has_no_cells():
