@@ -103,8 +103,9 @@ def test_every_method_runs_on_few_probes(audit: Any, lxmert: Path, tmp_path: Pat
         assert len(sums) == 8
         # Where nothing speaks for the target Grad-CAM has no map; a norm behind features that have no bias
         # leaves nothing of them to integrate.
-        if name not in ("grad_cam", "integrated_gradients"):
-            assert sums == pytest.approx([1.0] * 8, abs=1e-5)
+        without = 0 if name not in ("grad_cam", "integrated_gradients") else sums.count(0.0)
+        assert sorted(sums) == pytest.approx([0.0] * without + [1.0] * (8 - without), abs=1e-5)
+        assert without <= 4
 
 
 @pytest.mark.parametrize(
