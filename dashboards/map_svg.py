@@ -1,4 +1,4 @@
-"""Maps of one probe as SVG files: the same words and patches as on the page, without a browser."""
+"""Maps of one probe as SVG files: the same words, patches and colour scales as on the page, without a browser."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Sequence
 from html import escape
 
-from audit.report.wording import clip
+from audit.report.wording import clip, number
 from dashboards.downloads import WIDTH
 from dashboards.probe_view import Line, Token, Weights, png_size, smooth_png
 from dashboards.theme import PATCH, SANS, Palette
@@ -16,6 +16,13 @@ LETTER = 15
 LINE = 30
 MARGIN = 16
 TITLE = 96
+RAMP = 84
+"""Pixels of a colour scale."""
+NARROW, WIDE = frozenset(" .,:;'|!()[]‘’`ijltfrI-"), frozenset("mwMW@%—…")
+"""Letters about half, and about one and a half times, as wide as most in a sans-serif font."""
+
+Place = tuple[float, float, float, float]
+"""Left, top, width and height in pixels."""
 
 
 def words_svg(rows: Sequence[tuple[Sequence[Token], Line]], colours: Palette) -> str:
@@ -37,16 +44,60 @@ def words_svg(rows: Sequence[tuple[Sequence[Token], Line]], colours: Palette) ->
             if x + width > WIDTH - MARGIN and x > MARGIN + TITLE:
                 x, y = float(MARGIN + TITLE), y + LINE
             drawn.append(_box(line, i, colours, (x, y + 3, width, LINE - 6), colours.word))
-            drawn.append(_text(x + 5, y + LINE / 2, words, colours.ink, width=width - 10))
+            drawn.append(_text(x + width / 2, y + LINE / 2, words, colours.ink, anchor="middle"))
             x += width + 4
         y += LINE + 12
-    return _svg(WIDTH, y + MARGIN, drawn, colours)
+    drawn += _scales([line for _, line in rows], y + LINE / 2, colours, colours.word)
+    return _svg(WIDTH, y + LINE + MARGIN, drawn, colours)
 
 
 def _width(words: str) -> float:
-    """Return about how many pixels a text takes; it is fitted into them exactly."""
-    wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in words)
-    return LETTER * (0.56 * (len(words) - wide) + wide)
+    """Return about how many pixels a text takes."""
+    return LETTER * sum(map(_letter_width, words))
+
+
+def _letter_width(letter: str) -> float:
+    """Return about how wide a letter is, in font sizes."""
+    if unicodedata.combining(letter):
+        return 0.0
+    if unicodedata.east_asian_width(letter) in "WF":
+        return 1.0
+    if letter in NARROW:
+        return 0.31
+    return 0.85 if letter in WIDE else 0.68 if letter.isupper() else 0.56
+
+
+def _scales(lines: Sequence[Line], y: float, colours: Palette, opacity: float) -> list[str]:
+    """Return the colour scales of the maps, then of differences, beside each other."""
+    drawn, x = [], float(MARGIN)
+    for signed, scale in sorted({(line.signed, line.scale) for line in lines}):
+        size = number(scale)
+        low, high = (f"lost {size}", f"gained {size}") if signed else ("0", f"{size} of the map")
+        drawn.append(_text(x, y, low, colours.soft, size=13))
+        x += _width(low) + 6
+        drawn.append(_ramp((x, y - 6, RAMP, 12), colours, opacity, signed=signed))
+        x += RAMP + 6
+        drawn.append(_text(x, y, high, colours.soft, size=13))
+        x += _width(high) + 2 * MARGIN
+    return drawn
+
+
+def _ramp(place: Place, colours: Palette, opacity: float, *, signed: bool) -> str:
+    """Return a scale from transparent at the left, or in the middle, to full colour at the ends."""
+    x, y, width, height = place
+    name = f"ramp{x:.0f}"
+    stops = [(0.0, colours.mass, 0.0), (1.0, colours.mass, opacity)]
+    if signed:
+        down, up = colours.down, colours.up
+        stops = [(0.0, down, opacity), (0.5, down, 0.0), (0.5, up, 0.0), (1.0, up, opacity)]
+    drawn = "".join(
+        f'<stop offset="{at}" stop-color="{colour}" stop-opacity="{strength:.3f}"/>'
+        for at, colour, strength in stops
+    )
+    return (
+        f'<linearGradient id="{name}">{drawn}</linearGradient><rect x="{x:.1f}" y="{y:.1f}" '
+        f'width="{width:.1f}" height="{height:.1f}" rx="3" fill="url(#{name})" stroke="{colours.line}"/>'
+    )
 
 
 def panels_svg(
@@ -94,11 +145,9 @@ def panels_svg(
         else:
             drawn += _patches(panel, grid, place, colours)
     rows = len(panels) if stacked else 1
-    return _svg(WIDTH, MARGIN + rows * (height + 24 + MARGIN), drawn, colours)
-
-
-Place = tuple[float, float, float, float]
-"""Left, top, width and height in pixels."""
+    end = MARGIN + rows * (height + 24 + MARGIN)
+    drawn += _scales(panels, end + LINE / 2, colours, PATCH)
+    return _svg(WIDTH, end + LINE + MARGIN, drawn, colours)
 
 
 def _patches(panel: Line, grid: tuple[int, int], place: Place, colours: Palette) -> list[str]:
@@ -159,12 +208,11 @@ def _image(png: bytes, place: Place, extra: str = "") -> str:
 
 
 def _text(
-    x: float, y: float, words: str, colour: str, *, size: int = LETTER, width: float | None = None
+    x: float, y: float, words: str, colour: str, *, size: int = LETTER, anchor: str = "start"
 ) -> str:
-    fitted = f' textLength="{width:.1f}" lengthAdjust="spacingAndGlyphs"' if width else ""
     return (
-        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{colour}" dominant-baseline="central"'
-        f"{fitted}>{escape(clip(words, 80))}</text>"
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{colour}" text-anchor="{anchor}" '
+        f'dominant-baseline="central">{escape(clip(words, 80))}</text>'
     )
 
 

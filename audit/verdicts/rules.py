@@ -39,9 +39,9 @@ def _nearest(wanted: object, known: Iterable[object]) -> str:
     names = sorted({str(one) for one in known})
     if not names:
         return "; there is none"
-    close = difflib.get_close_matches(str(wanted), names, n=1, cutoff=0.0)
     more = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
-    return f"; did you mean '{close[0]}'? (there is {more})"
+    close = difflib.get_close_matches(str(wanted), names, n=1)
+    return f"; did you mean '{close[0]}'? (there is {more})" if close else f"; there is {more}"
 
 
 def find_cells(comparison: Comparison, rule: Rule) -> tuple[Cell, ...]:

@@ -89,13 +89,14 @@ def _draw(first: int, answers: Sequence[Pair], found: Content) -> None:
     cells = [cell for i, pair in enumerate(answers, start=first) for cell in row_cells(i, *pair, found)]
     last = first + len(answers) - 1
     name = f"matrix-{found.probe.id[:60]}" + (f"-from-{first}" if first else "")
-    downloads.chart(name, charts.row_matrix, cells, alt=f"Difference by generated token, {first} to {last}")
-    downloads.table(name, pl.DataFrame(cells))
-    blocks.note(
-        f"Each row is one generated token ({first} to {last}): how much more (orange) or less (blue) it "
-        "draws on each word of the source, and on each token generated before it, after than before. Where "
-        "the two generated other tokens, their prefixes are left out."
+    what = f"Difference by generated token, {first} to {last}"
+    legend = (
+        "Each row is one generated token: how much more (orange) or less (blue) it draws on each word of the "
+        "source, and on each token generated before it, after than before."
     )
+    downloads.chart(name, charts.row_matrix, cells, alt=what, notes=(name, legend))
+    downloads.table(name, pl.DataFrame(cells))
+    blocks.note(f"{legend} Where the two generated other tokens, their prefixes are left out.")
 
 
 def row_cells(i: int, one: Captured, two: Captured, found: Content) -> list[dict[str, Any]]:

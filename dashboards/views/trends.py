@@ -107,13 +107,18 @@ def _draw(history: Sequence[Mapping[str, Any]]) -> None:
     found = points(history, region)
     held = reference([rule for rule in judged if rule.region == region], history)
     name = f"trend-{history[-1]['comparison_id']}"
-    downloads.chart(f"{name}-shift", trend_charts.trend, found, held, alt=f"Shift of {region} over time")
-    band = "Band: control limits, where harmless re-trainings lie (mean ± 3 SD)."
+    band = (
+        "Band: control limits, where harmless re-trainings lie (mean ± 3 SD)."
+        if held.control
+        else "No control limits: the newest audit has no re-trainings."
+    )
+    flag = "Flag: an approval." if held.approvals else "Nothing was approved in this history."
+    legend = f"Mean shift with its interval; dashed: the limit of the newest policy. {band} {flag}"
+    what = f"Shift of {region} over time"
+    downloads.chart(f"{name}-shift", trend_charts.trend, found, held, alt=what, notes=(name, legend))
     blocks.note(
         f"{count(len(found), 'audit')} of <b>{blocks.text(region)}</b>: mean {blocks.term('shift')} with its "
-        f"{blocks.term('interval')}. Dashed: the {blocks.term('limit')} of today's policy. "
-        f"{band if held.control else 'No control limits: the newest audit has no re-trainings.'} "
-        f"{'Flag: an approval.' if held.approvals else 'Nothing was approved in this history.'}"
+        f"{blocks.term('interval')}. Dashed: the {blocks.term('limit')} of today's policy. {band} {flag}"
     )
     regions_drift = {one.region: one for one in data.trends(str(history[-1]["comparison_id"]))}
     _changes(name, history, regions_drift.get(region))
@@ -219,7 +224,9 @@ def _changes(name: str, history: Sequence[Mapping[str, Any]], trend: Trend | Non
         turns = [row for i, row in enumerate(found) if i and row["stretch"] != found[i - 1]["stretch"]]
         turned = [row["look"] for row in turns]
         what = f"Share of {trend.region} over time"
-        downloads.chart(f"{name}-share", trend_charts.share, found, turned, alt=what)
+        legend = "Solid: the mean of each stretch; dashed: where it changes."
+        notes = (name, legend) if turns else (name,)
+        downloads.chart(f"{name}-share", trend_charts.share, found, turned, alt=what, notes=notes)
         for row in turns:
             earlier = next(one for one in reversed(found) if one["look"] < row["look"])
             levels = change(earlier["mean"], row["mean"])
@@ -229,8 +236,7 @@ def _changes(name: str, history: Sequence[Mapping[str, Any]], trend: Trend | Non
                 f'<span class="soft">({blocks.text(row["comparison"])})</span>.</p>'
             )
         blocks.note(
-            "Solid: the mean of each stretch; dashed: where it changes. For reading the history; it judges "
-            "nothing."
+            f"{legend} For reading the history; it judges nothing."
             if turns
             else f"No change point in {len(found)} audits: one level, or a steady drift, explains them."
         )
@@ -257,8 +263,7 @@ def _drift(
             names = ", ".join(blocks.text(one.region, 60) for one in others[:8])
             blocks.note(f"A drift is also told on {names}.")
         what = f"Evidence of a drift of {region}"
-        downloads.chart(f"{name}-evidence", trend_charts.evidence, looks_of(trend, history), ALARM, alt=what)
-        blocks.note(
-            f"Dashed: {ALARM:g}, from which on a drift is told. A single large step is no drift; the verdict "
-            "judges that."
-        )
+        legend, looks = f"Dashed: {ALARM:g}, from which on a drift is told.", looks_of(trend, history)
+        notes = (name, legend)
+        downloads.chart(f"{name}-evidence", trend_charts.evidence, looks, ALARM, alt=what, notes=notes)
+        blocks.note(f"{legend} A single large step is no drift; the verdict judges that.")

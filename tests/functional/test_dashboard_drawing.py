@@ -165,6 +165,10 @@ def test_words_are_saved_as_text_and_hostile_ones_stay_text():
     strengths = [float(one.get("fill-opacity") or 0) for one in boxes]
     assert strengths[6] == pytest.approx(LIGHT.word)  # after: the second word is the strongest
     assert [one.get("fill") for one in boxes[10:12]] == [LIGHT.down, LIGHT.up]
+    said = [one.text for one in elements(svg, "text")]
+    assert said[-4:] == ["0", ".600 of the map", "lost .400", "gained .400"]  # the colour scales
+    ramps = [one.get("fill") for one in elements(svg, "rect") if "url" in (one.get("fill") or "")]
+    assert len(elements(svg, "linearGradient")) == len(set(ramps)) == 2
     assert Image.open(io.BytesIO(downloads.png(svg))).width == 2 * downloads.WIDTH
 
 
