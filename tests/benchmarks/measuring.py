@@ -23,8 +23,8 @@ SHARED = os.getloadavg()[0] > (os.cpu_count() or 1)
 INTRODUCTION = """# Measured speed and memory
 
 Written by `make bench`, a section by each file of tests/benchmarks. Ratios are to the plain fused forward
-pass of the same round: medians, with the lowest and highest. Memory is the median peak of the process above
-that of the plain pass, and scatters by some tens of MB. Random weights, float32.
+passes just before and after: medians, with the lowest and highest. Memory is the median peak of the process
+above that of these passes, and scatters by some tens of MB. Random weights, float32.
 """
 TABLE = [
     "| case | engine | ratio (lowest–highest) | rounds | memory above plain | goal |",
@@ -118,15 +118,17 @@ class Section:
         engines: dict[str, tuple[Callable[[Subject], object], str]],
         rounds: int,
     ) -> None:
-        """Time engines in turns, each beside the plain pass of its round, and note them."""
+        """Time engines in turns, each between two plain passes, so that a slower minute hits all three."""
         ratios: dict[str, list[float]] = {engine: [] for engine in engines}
         memory: dict[str, list[float]] = {engine: [] for engine in engines}
+        before = watched(lambda: plain(one))
         for _ in range(rounds):
-            base, base_memory = watched(lambda: plain(one))
             for engine, (run, _) in engines.items():
                 seconds, peak = watched(lambda run=run: run(one))  # type: ignore[misc]
-                ratios[engine].append(seconds / base)
-                memory[engine].append(peak - base_memory)
+                after = watched(lambda: plain(one))
+                ratios[engine].append(2 * seconds / (before[0] + after[0]))
+                memory[engine].append(peak - (before[1] + after[1]) / 2)
+                before = after
         for engine, (_, goal) in engines.items():
             found = ratios[engine]
             self.note(
