@@ -1,4 +1,4 @@
-"""Maps of one probe as SVG files: the same words, patches and colour scales as on the page, without a browser."""
+"""Maps of one probe as SVG files: the words, patches and colour scales of the page, without a browser."""
 
 from __future__ import annotations
 
@@ -207,9 +207,7 @@ def _image(png: bytes, place: Place, extra: str = "") -> str:
     )
 
 
-def _text(
-    x: float, y: float, words: str, colour: str, *, size: int = LETTER, anchor: str = "start"
-) -> str:
+def _text(x: float, y: float, words: str, colour: str, *, size: int = LETTER, anchor: str = "start") -> str:
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="{colour}" text-anchor="{anchor}" '
         f'dominant-baseline="central">{escape(clip(words, 80))}</text>'

@@ -193,7 +193,9 @@ def draw_layers(pairs: Sequence[tuple[Map, Map]]) -> None:
         return
     name, what = f"{_name(streams[0][0])}-layers", "Difference by layer and position"
     generated = any(one.stream == "prefix" for one, _ in pairs)
-    legend = "Each row is the difference as it stands after that layer." + (f" {ONE_ROW}" if generated else "")
+    legend = "Each row is the difference as it stands after that layer." + (
+        f" {ONE_ROW}" if generated else ""
+    )
     downloads.chart(name, charts.layer_matrix, _layer_cells(streams), alt=what, notes=(name, legend))
     blocks.note(legend)
 

@@ -36,7 +36,7 @@ def test_boxes_stand_where_they_lie_on_the_page() -> None:
 def test_boxes_stand_where_they_lie_in_the_file() -> None:
     svg = map_svg.panels_svg(PANELS, (1, 1), None, LIGHT, smooth=False, boxes=BOXES)
     rects = ElementTree.fromstring(svg).findall(".//{http://www.w3.org/2000/svg}rect")
-    frames = [one for one in rects if one.get("stroke")]
+    frames = [one for one in rects if one.get("fill") == LIGHT.wash]
     boxes = [one for one in rects if one.get("fill-opacity")]
     assert (len(frames), len(boxes)) == (3, 9)
     x, y, width, height = (float(frames[0].get(name) or 0) for name in ("x", "y", "width", "height"))

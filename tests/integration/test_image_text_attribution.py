@@ -116,13 +116,13 @@ def test_shapley_values_of_patches_and_tokens_tend_to_those_of_all_sets() -> Non
     assert count == 7
     assert exact.sum() == pytest.approx(value(everyone) - value(frozenset()), abs=1e-6)
     torch.manual_seed(0)
-    drawn = np.zeros(count)
-    for _ in range(40):  # the orders that Captum draws, tokens before patches
+    drawn, samples = np.zeros(count), 160
+    for _ in range(samples):  # the orders that Captum draws, tokens before patches
         order = [(int(i) + 4) % count for i in torch.randperm(count)]
         for place, player in enumerate(order):
             before = frozenset(order[:place])
-            drawn[player] += (value(before | {player}) - value(before)) / 40
-    method = params("shap", samples=40)
+            drawn[player] += (value(before | {player}) - value(before)) / samples
+    method = params("shap", samples=samples)
     (captured,) = capture(subject, [probe], method=method, target="a")
     found = content(captured.maps)
     np.testing.assert_allclose(found, np.abs(drawn) / np.abs(drawn).sum(), atol=1e-4)
