@@ -42,9 +42,14 @@ OF_COMPARISON = (
 def read_address() -> None:
     """Take what the address names into the selection.
 
-    Other keys keep their value, but not those of another comparison.
+    Other keys keep their value, but not those of another comparison, nor those that an address which was
+    published earlier did not name: the browser went back to it.
     """
     chosen = _selection()
+    now = st.query_params.to_dict()
+    if now and now != st.session_state.get("address", now):
+        for key in _published().get(frozenset(now.items()), ()):
+            chosen.pop(key, None)
     asked = st.query_params.get("comparison")
     if asked is not None and asked != chosen.get("comparison", asked):
         for key in OF_COMPARISON:
@@ -71,6 +76,7 @@ def put(**changes: str | None) -> None:
             chosen[key] = value
             if key in st.query_params:
                 st.query_params[key] = value
+    st.session_state["address"] = st.query_params.to_dict()
 
 
 def publish(*keys: str) -> None:
@@ -79,6 +85,14 @@ def publish(*keys: str) -> None:
     wanted = {key: chosen[key] for key in keys if key in chosen}
     if st.query_params.to_dict() != wanted:
         st.query_params.from_dict(wanted)
+    st.session_state["address"] = wanted
+    _published()[frozenset(wanted.items())] = keys
+
+
+def _published() -> dict[frozenset[tuple[str, str]], tuple[str, ...]]:
+    """Return the addresses of this session so far, each with the keys that its page may name."""
+    found: dict[frozenset[tuple[str, str]], tuple[str, ...]] = st.session_state.setdefault("published", {})
+    return found
 
 
 def pick(

@@ -139,9 +139,15 @@ def test_filter_makes_every_plot_follow(page: Page, dashboard: str, audited: Aud
     expect(value).not_to_have_text(shown)
     after = [chart.locator("svg").inner_html() for chart in charts.all()]
     assert [one == other for one, other in zip(before, after, strict=True)] == [False] * 4
-    shared = page.url
-    visit(page, shared)
-    expect(page.get_by_text(re.compile(r"\d+ of 48 probes\."))).to_be_visible()
+    filtered = page.get_by_text(re.compile(r"^\d+ of 48 probes\."))
+    page.go_back()
+    expect(filtered).to_have_count(0)
+    expect(page.get_by_role("radio", checked=True).first).to_have_text(re.compile("all probes"))
+    expect(value).to_have_text(shown)
+    page.go_forward()
+    expect(filtered).to_be_visible()
+    visit(page, page.url)
+    expect(filtered).to_be_visible()
 
 
 def test_downloads_hold_the_whole_table(page: Page, dashboard: str, audited: Audited) -> None:
