@@ -44,10 +44,6 @@ ATTRIBUTION = frozenset(
 TARGETED = ATTRIBUTION | {"gradient_rollout"}
 """Methods that explain one logit, and so need a task head."""
 
-CALIBRATED = "weighted"
-"""Head fusion that needs weights, fitted beforehand on calibration probes."""
-
-
 LEAST = {"top_k": 1, "start_layer": 0, "head": 0, "steps": 2, "samples": 2, "seed": 0}
 """Smallest value of each parameter that is a whole number."""
 

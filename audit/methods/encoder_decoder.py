@@ -143,45 +143,6 @@ def cross_rollout_step(
     return restore(beta * past + (1 - beta) * new, source), restore(beta * own, prefix)
 
 
-def cross_row_step(row: Array, cross: Array, residual: float | AnyArray = 0.5) -> tuple[Array, Array]:
-    """Return what a cross block leaves of a decoder row, and what it sends to the encoder's output.
-
-    For one output row, from the last decoder layer down: first this, then
-    :func:`audit.methods.rollout.row_step` with the layer's self-attention. The sum of what was sent,
-    carried down the encoder by `row_step`, is the row of `source`; what is left at the bottom is the
-    row of `prefix`.
-
-    Parameters
-    ----------
-    row : (batch, t)
-    cross : (batch, t, s)
-        Fused cross-attention.
-    residual : float or (batch, t)
-        Weight β of the block's residual connection.
-
-    Returns
-    -------
-    row : (batch, t)
-    sent : (batch, s)
-
-    Raises
-    ------
-    ValueError
-        When `residual` lies outside [0, 1].
-
-    Examples
-    --------
-    >>> import torch
-    >>> cross_row_step(torch.tensor([[0., 1.]]), torch.tensor([[[1., 0.], [.5, .5]]]))
-    (tensor([[0.0000, 0.5000]]), tensor([[0.2500, 0.2500]]))
-    """
-    vector, fused = as_working("row", row), as_working("cross", cross)
-    beta = torch.as_tensor(residual, dtype=vector.dtype, device=vector.device)
-    check_share("residual", beta)
-    sent = ((vector * (1 - beta))[:, None] @ fused.to(vector.dtype))[:, 0]
-    return restore(vector * beta, row), restore(sent, row)
-
-
 def encoder_decoder_relevance(  # noqa: PLR0917
     encoder: Sequence[Array] | Array,
     decoder: Sequence[Array] | Array,

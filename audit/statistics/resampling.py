@@ -232,11 +232,6 @@ def sign_flips(units: Units, *, resamples: int, seed: Sequence[int]) -> SignFlip
     return SignFlips((reached + 1) / (resamples + 1), statistic, largest)
 
 
-def sign_flip_pvalues(units: Units, *, resamples: int, seed: Sequence[int]) -> Array:
-    """Return the two-sided sign-flip p-value (k+1)/(N+1) of each column's mean being 0."""
-    return sign_flips(units, resamples=resamples, seed=seed).pvalue
-
-
 def max_pvalues(flips: Sequence[SignFlips]) -> Array:
     """Return single-step max-T adjusted p-values over blocks of columns flipped with the same signs."""
     largest = np.sort(np.maximum.reduce([one.largest for one in flips]))

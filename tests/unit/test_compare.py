@@ -22,8 +22,8 @@ from audit.statistics.resampling import (
     collapse,
     encode_groups,
     percentile_interval,
-    sign_flip_pvalues,
     sign_flip_sums,
+    sign_flips,
     two_sample_pvalues,
     variance_of_mean,
 )
@@ -130,7 +130,7 @@ def test_sign_flip_pvalue_matches_all_sign_patterns():
     x = np.random.default_rng(2).normal(0.5, 1, 10)
     signs = np.array(list(itertools.product([-1, 1], repeat=10)))
     exact = (np.abs(signs @ x) >= abs(x.sum()) - 1e-12).mean()
-    found = sign_flip_pvalues(collapse(x[:, None], None), resamples=20000, seed=[0, 1])
+    found = sign_flips(collapse(x[:, None], None), resamples=20000, seed=[0, 1]).pvalue
     assert found[0] == pytest.approx(exact, abs=0.01)
 
 

@@ -12,10 +12,8 @@ from audit.methods import (
     gradient_rollout,
     two_stream_relevance,
 )
-from audit.methods.encoder_decoder import cross_rollout_step, cross_row_step
-from audit.methods.fusion import fuse_heads
+from audit.methods.encoder_decoder import cross_rollout_step
 from audit.methods.gradient import gradient_map, gradient_row_step, weigh_by_gradient
-from audit.methods.rollout import row_step
 from audit.methods.two_stream import CoAttention, SelfAttention
 from tests import reference
 
@@ -293,23 +291,6 @@ def test_encoder_decoder_rollout_equals_the_reference(seed, layers, source, step
 def test_source_share_of_a_fixed_residual_is_the_same_for_every_model():
     source, _ = encoder_decoder_rollout(*stacks(10), cross_residual=0.6)
     np.testing.assert_allclose(source.sum(-1), 1 - 0.6**3)
-
-
-def test_encoder_decoder_row_from_the_last_layer_down_equals_the_matrix():
-    encoder, decoder, cross = stacks(11)
-    beta, rho = np.random.default_rng(12).random((2, 3, 1, 3))
-    source, prefix = encoder_decoder_rollout(
-        encoder, decoder, cross, cross_residual=beta, decoder_residual=rho
-    )
-    row, sent = np.eye(3)[None, 1], np.zeros((1, 4))
-    for layer in reversed(range(3)):
-        row, more = cross_row_step(row, fuse_heads(cross[layer], query_offset=None), beta[layer])
-        sent = sent + more
-        row = row_step(row, fuse_heads(decoder[layer]), rho[layer])
-    for layer in reversed(range(2)):
-        sent = row_step(sent, fuse_heads(encoder[layer]))
-    np.testing.assert_allclose(row, prefix[:, 1], rtol=1e-12)
-    np.testing.assert_allclose(sent, source[:, 1], rtol=1e-12)
 
 
 def test_encoder_decoder_relevance_of_a_row_that_nothing_favours_is_zero_not_nan():

@@ -29,7 +29,7 @@ from audit.statistics.resampling import (
     collapse,
     encode_groups,
     percentile_interval,
-    sign_flip_pvalues,
+    sign_flips,
     two_sample_pvalues,
     variance_of_mean,
 )
@@ -109,7 +109,7 @@ def test_sign_flip_pvalues_are_uniform_under_the_null(grouped):
     if grouped:
         x += np.repeat(rng.normal(0, 1, (20, AUDITS)), 2, axis=0)
         codes = encode_groups([f"g{i // 2}" for i in range(40)], 40)
-    p = sign_flip_pvalues(collapse(x, codes), resamples=499, seed=[0, 1])
+    p = sign_flips(collapse(x, codes), resamples=499, seed=[0, 1]).pvalue
     assert stats.kstest(p, "uniform").pvalue > 0.001
     within_binomial_error(p <= 0.05, 0.05)
 

@@ -40,7 +40,6 @@ MOST_DOUBLINGS = 3
 class AttributionFold:
     """A map that was computed beside attention; `inner` is the rollout of the same pass."""
 
-    layers_reason = "this method attributes to the inputs, not to layers"
     sink = False
 
     def __init__(self, settings: FoldSettings, inner: BatchFold) -> None:

@@ -28,9 +28,6 @@ class BatchFold:
         False at pads. Pad rows become identity rows; no valid row draws on them.
     """
 
-    layers_reason: str | None = None
-    """Why there are no maps of single layers; None where there are."""
-
     def __init__(self, settings: FoldSettings, read: Tensor, valid: Tensor) -> None:
         self.settings, self.read, self.valid = settings, read, valid
         self.matrix: Tensor | None = None

@@ -78,16 +78,11 @@ def head_disagreement(rows: Tensor) -> Tensor:
 class FlowFold(BatchFold):
     """Attention flow: keeps the fused matrix of every layer, since a flow passes through all of them."""
 
-    layers_reason = (
-        "attention flow is computed for the whole stack alone: each layer would be another max-flow"
-    )
-
-    def fold(self, weights: Tensor, *, sink: bool = False, residual: Tensor | None = None) -> None:
+    def fold(self, weights: Tensor, *, sink: bool = False, residual: Tensor | None = None) -> None:  # noqa: ARG002
         """Take the next layer's attention; see :meth:`BatchFold.fold`."""
         fused = self.fused(weights.detach(), sink=sink)
         self.note_causal(fused)
         self._layers = [*getattr(self, "_layers", []), fused.double().cpu()]
-        self._residuals = [*getattr(self, "_residuals", []), residual]
 
     @property
     def layer(self) -> int:

@@ -63,9 +63,6 @@ class GradientFold:
     valid : bool Tensor (batch, position)
     """
 
-    layers_reason = (
-        "gradient rollout reads one row from the last layer down, so no map of a lower stack exists"
-    )
     sink = False
 
     def __init__(self, settings: FoldSettings, read: Tensor, valid: Tensor) -> None:

@@ -18,8 +18,6 @@ from audit.capture.outputs.pooling import Pooling, check_pooled, pooling_calls, 
 from audit.errors import CaptureError
 from audit.methods.fusion import fuse_heads
 
-_IMAGE_INPUTS = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
-
 
 def check_independent(model: nn.Module, plan: CapturePlan, tensors: Mapping[str, Tensor]) -> None:
     """Check that each tower's attention depends on its own input alone.
