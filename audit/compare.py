@@ -112,7 +112,7 @@ def compare_maps(
     Returns
     -------
     Comparison
-        ``js_distance`` (also by layer, where both sides have layers), ``wasserstein`` and others on
+        ``js_distance`` and ``wasserstein`` (also by layer, where both sides have layers) and others on
         region ``*``; ``shift``, ``level`` and ``ratio`` of each region. `same_weights` is unknown.
 
     Raises

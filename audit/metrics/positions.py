@@ -32,7 +32,7 @@ def wasserstein(p: ArrayLike, q: ArrayLike) -> Result:
     Raises
     ------
     ValueError
-        As for :func:`js_divergence`.
+        As for :func:`audit.metrics.js_divergence`.
 
     Examples
     --------
@@ -64,7 +64,7 @@ def energy_distance(p: ArrayLike, q: ArrayLike) -> Result:
     Raises
     ------
     ValueError
-        As for :func:`js_divergence`.
+        As for :func:`audit.metrics.js_divergence`.
 
     Examples
     --------
@@ -98,7 +98,7 @@ def earth_mover_distance(p: ArrayLike, q: ArrayLike, grid: tuple[int, int]) -> R
     Raises
     ------
     ValueError
-        As for :func:`js_divergence`, or when the grid does not hold n patches.
+        As for :func:`audit.metrics.js_divergence`, or when the grid does not hold n patches.
 
     Examples
     --------
@@ -129,7 +129,7 @@ def center_of_mass(p: ArrayLike) -> Result:
     Raises
     ------
     ValueError
-        As for :func:`entropy`.
+        As for :func:`audit.metrics.entropy`.
 
     Examples
     --------
@@ -156,7 +156,7 @@ def center_of_mass_shift(p: ArrayLike, q: ArrayLike) -> Result:
     Raises
     ------
     ValueError
-        As for :func:`js_divergence`.
+        As for :func:`audit.metrics.js_divergence`.
 
     Examples
     --------

@@ -29,7 +29,7 @@ def map_cells(found: MapMeasures, *, segments: Segments, options: Mapping[str, A
         Told for the whole stack only.
     options : mapping
         ``groups``, ``replicate_kinds`` and the settings of the statistics, as for
-        :func:`audit.compare.compare_tables`.
+        :func:`audit.statistics.tables.compare_tables`.
     """
     after, *others = found.paired
     cells = []

@@ -61,7 +61,7 @@ def compare_distances(
     column : Column
         Region, stream and layer of the cell; region ``*`` for the whole map.
     groups, effect, segment, replicate_kinds, alpha, resamples, seed, interval
-        As in :func:`audit.compare.compare_tables`.
+        As in :func:`audit.statistics.tables.compare_tables`.
 
     Returns
     -------

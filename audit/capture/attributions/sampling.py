@@ -106,8 +106,8 @@ def _sum_error(game: Game, found: Tensor, ends: Tensor) -> float:
     missed = abs(float(found.sum()) - (full - empty))
     sizes = max(float(found.abs().sum()), abs(full - empty), 1e-30)
     exact = float(torch.finfo(torch.float64 if game.dtype is torch.float64 else torch.float32).eps)
-    rounding = ROUNDINGS * exact * max(abs(full), abs(empty)) * float(np.sqrt(len(found)))
-    allowed = min(ADDS_UP + rounding / sizes, CONVERGED)
+    steps = ROUNDINGS * exact * max(abs(full), abs(empty)) * float(np.sqrt(len(found)))
+    allowed = min(ADDS_UP + steps / sizes, CONVERGED)
     if missed > allowed * sizes:
         finer = "float64" if game.dtype in (torch.float32, torch.float64) else "float32"
         raise CaptureError(

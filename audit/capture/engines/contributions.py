@@ -319,6 +319,6 @@ def contribution_batch(
     """
     core = core_model(model)
     watch = _Watch(core, blocks, fold, verify)
-    expected = None if getattr(plan, "narrowed", False) else expected_calls(core)
+    expected = None if plan.narrowed else expected_calls(core)
     with exclusive(model, plan.configs), watch.hooks(), watched(plan, watch.receive, expected):
         return run_model(model, tensors, attentions=plan.has_hooks, keep_logits=keep_logits)

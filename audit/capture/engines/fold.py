@@ -118,7 +118,7 @@ class BatchFold:
         return self.matrix
 
     def final_row(self) -> Tensor:
-        """Return the row of the whole stack, or of the layer that ``raw`` asks for: (batch, position)."""
+        """Return the row of the whole stack, or of the layer that is asked for: (batch, position)."""
         return self.rows[self._final_layer()]
 
     def _final_layer(self) -> int:

@@ -107,7 +107,12 @@ def zeroing_batch(
     verify: bool = False,
     keep_logits: bool = False,
 ) -> Any:
-    """Run one batch, and every layer of it once more for each position; see :func:`contribution_batch`.
+    """Run one batch, and every layer of it once more for each position.
+
+    Parameters
+    ----------
+    model, plan, blocks, tensors, fold, verify, keep_logits
+        As in :func:`audit.capture.engines.contributions.contribution_batch`.
 
     Raises
     ------

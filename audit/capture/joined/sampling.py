@@ -59,7 +59,7 @@ def sampled_parts(
 def players_of(
     asked: JoinedQuestion, grey: Tensor, token: int | None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the tokens and the patches that removal changes; see :func:`removable`."""
+    """Return the tokens and the patches that removal changes: not those that look removed as they are."""
     tokens, given = asked.tokens, asked.item.tensors
     bare = asked.without(tokens, asked.removable, grey, token)
     changed = (bare[asked.argument] != given[asked.argument]).cpu().numpy()

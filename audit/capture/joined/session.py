@@ -48,7 +48,8 @@ GENERATES = ("image-text-to-text", "causal-lm")
 class JoinedSession:
     """A checkpoint that reads an image with text, and everything that is decided once for all probes.
 
-    `plan` is None until the first probe has run; models take one probe at a time, since images differ.
+    `blocks` and `parts` fill with what the first probe shows of the layers, where the method takes them
+    apart. Models take one probe at a time, since images differ.
     """
 
     checkpoint: Checkpoint
@@ -134,7 +135,7 @@ def capture_joined(session: JoinedSession, window: Sequence[Encoded]) -> Iterato
 
 
 def verify_joined(session: JoinedSession, window: Sequence[Encoded]) -> None:
-    """Check on the first probe what :func:`audit.capture.session.verify` checks, in every stack.
+    """Check on the first probe what :func:`audit.capture.single_session.verify` checks, in every stack.
 
     The image must also enter the last stack at its first block alone.
 

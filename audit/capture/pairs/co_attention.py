@@ -174,7 +174,7 @@ class CoFold:
         return torch.nn.functional.pad(self.read, (0, self.joint.sizes[1]))
 
     def streams(self) -> tuple[StreamRows, StreamRows]:
-        """Return what the output row draws on in text and image; both together sum to 1 but for ``raw``."""
+        """Return what the output row draws on: text and image sum to 1 together, of raw attention each."""
         text = self.joint.sizes[0]
         free = torch.zeros(len(self.read), dtype=torch.bool, device=self.read.device)
         if self.settings.method == RAW:

@@ -114,7 +114,7 @@ def region_attributions(
 def _class_activation(
     asked: RegionQuestion, plan: CapturePlan, targets: Mapping[str, Score], layer: int
 ) -> Sizes:
-    """Return Grad-CAM of each stream at what a cross-modality layer takes; see :func:`grad_cam`.
+    """Return Grad-CAM of each stream at what a cross-modality layer takes.
 
     The self-attention above the last of them reaches the answer from the text alone.
     """
