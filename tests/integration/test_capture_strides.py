@@ -29,6 +29,13 @@ def test_map_covers_the_whole_text_once_and_sums_to_one(bert):
     assert one.positions.starts.tolist() == whole.starts.tolist()
 
 
+def test_a_long_text_may_follow_a_pair(bert):
+    pair, alone = Probe("pair", text="the film", text_pair=LONG), Probe("alone", text=LONG)
+    (_, after) = capture(bert, [pair, alone], settings=SETTINGS)
+    (expected,) = capture(bert, [alone], settings=SETTINGS)
+    assert after.maps[0].weights == pytest.approx(expected.maps[0].weights, abs=1e-6)
+
+
 def test_map_is_the_mean_of_the_windows_captured_by_themselves(bert):
     text = "the film was good the film was bad the food was good"
     (merged,) = capture(bert, [Probe("a", text=text)], settings=SETTINGS)

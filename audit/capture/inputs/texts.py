@@ -143,15 +143,18 @@ def _encode_windows(
     place = _Placing.of(checkpoint, tokenizer)
     if not tokenizer.is_fast or any(probe.messages is not None for probe in probes):
         raise ConfigError("[probes] stride needs plain text and a fast tokenizer; remove stride")
-    options = {"truncation": "longest_first", "max_length": limit, "stride": stride}
+    options = {"max_length": limit, "stride": stride}
     encoded = []
     for probe in probes:
         first, second = _texts(tokenizer, probe)
-        if second is not None:
-            options["truncation"] = "only_second"
         with _tokenizer_lock:
             found = tokenizer(
-                first, second, return_overflowing_tokens=True, return_offsets_mapping=True, **options
+                first,
+                second,
+                truncation="longest_first" if second is None else "only_second",
+                return_overflowing_tokens=True,
+                return_offsets_mapping=True,
+                **options,
             )
         for i, window in enumerate(found.encodings):
             one = BatchEncoding({name: values[i] for name, values in found.items()}, encoding=window)
