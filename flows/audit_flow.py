@@ -23,7 +23,6 @@ from audit.pipeline import (
     Progress,
     RunPlan,
     capture_shard,
-    check_run,
     gate_runs,
     plan_audit,
     plan_run,
@@ -32,7 +31,7 @@ from audit.pipeline import (
     report_context,
     signers_of,
 )
-from audit.pipeline.capture import is_stored, missing_shards, relink_run
+from audit.pipeline.capture import prepare_run
 from audit.pipeline.gate import require_rules
 from audit.pipeline.signatures import Signers
 from audit.records import Outcome, Verdict
@@ -57,13 +56,7 @@ def audit_name(config_path: str | Path) -> str:
 @step("prepare run", "prepare {role}")
 def prepare_task(config_path: str, role: str, run_id: str) -> tuple[int, ...]:
     """Return the shards that are still to be captured, after refusing what would fail in one of them."""
-    plan = _plan(config_path, role, run_id)
-    if is_stored(plan) or relink_run(plan):
-        return ()
-    missing = missing_shards(plan)
-    if missing:
-        check_run(plan)
-    return missing
+    return prepare_run(_plan(config_path, role, run_id))
 
 
 @step("capture shard", "capture {role} shard {index}")

@@ -70,14 +70,23 @@ def capture_run(plan: RunPlan, *, progress: Progress | None = None) -> str:
     ------
     CheckpointError, ProbeError, CaptureError, StoreError
     """
+    for index in prepare_run(plan):
+        capture_shard(plan, index, progress=_offset(progress, plan, plan.shards[index][0]))
+    return publish_run(plan)
+
+
+def prepare_run(plan: RunPlan) -> tuple[int, ...]:
+    """Return the shards that are still to be captured, after refusing what would fail in one of them.
+
+    None are where the run is stored, or derived now from stored maps; see :func:`relink_run`. The errors
+    are those of :func:`check_run`.
+    """
     if is_stored(plan) or relink_run(plan):
-        return plan.run_id
+        return ()
     missing = missing_shards(plan)
     if missing:
         check_run(plan)
-    for index in missing:
-        capture_shard(plan, index, progress=_offset(progress, plan, plan.shards[index][0]))
-    return publish_run(plan)
+    return missing
 
 
 def is_stored(plan: RunPlan) -> bool:
