@@ -11,6 +11,7 @@ import numpy as np
 from audit.calibrate import (
     Alternative,
     distance_replicate_test,
+    equivalence,
     excess_interval,
     excess_pvalue,
     minimum_detectable_shift,
@@ -210,8 +211,7 @@ def replicates_needed(
 
     def settles(count: int, v: float) -> bool:
         low, high = excess_interval(excess, test.sd or 0.0, count, alpha=policy.alpha, probe_variance=v)
-        inside = (alternative == "less" or high <= margin) and (alternative == "greater" or low >= -margin)
-        return inside or (
+        return equivalence((low, high), margin, alternative=alternative) or (
             excess_pvalue(excess, test.sd or 0.0, count, alternative=alternative) <= policy.alpha / rules
         )
 
