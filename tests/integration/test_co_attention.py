@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from audit.capture.inputs.encoded import Encoded
-from audit.capture.inputs.region_inputs import encode_regions
+from audit.capture.inputs.region_inputs import encode_features
 from audit.capture.pairs.methods import methods_of
 from audit.capture.session import capture_prepared
 from audit.errors import CaptureError, CheckpointError, ConfigError, ProbeError
@@ -39,7 +40,8 @@ def inputs(subject: Checkpoint) -> list[Encoded]:
     for probe in text_probes()[:2]:
         corners = np.sort(draw.random((2, 2, REGIONS)), axis=0)  # left and top before right and bottom
         boxes = corners.reshape(4, REGIONS).T
-        found.append(encode_regions(subject, probe, draw.standard_normal((REGIONS, 16)), boxes))
+        features = {"features": draw.standard_normal((REGIONS, 16)), "boxes": boxes}
+        found.append(encode_features(subject, replace(probe, features=features)))
     return found
 
 
@@ -50,8 +52,10 @@ def inputs(subject: Checkpoint) -> list[Encoded]:
 def test_regions_and_boxes_that_do_not_belong_together_are_refused(
     features: Any, boxes: Any, why: str
 ) -> None:
+    given = {"features": np.ones(features), "boxes": np.full(boxes, 1.5)}
+    probe = replace(text_probes()[0], features=given)
     with pytest.raises(ProbeError, match=f"t-0: .*{why}"):
-        encode_regions(lxmert(), text_probes()[0], np.ones(features), np.full(boxes, 1.5))
+        encode_features(lxmert(), probe)
 
 
 def kept(subject: Checkpoint, item: Encoded) -> list[Tensor]:

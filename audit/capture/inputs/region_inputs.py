@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from audit.capture.inputs.encoded import Encoded, accepted_arguments, core_model
 from audit.capture.inputs.texts import encode_texts
@@ -41,13 +38,7 @@ def check_features(checkpoint: Checkpoint, probes: Sequence[Probe]) -> None:
     )
 
 
-def encode_regions(
-    checkpoint: Checkpoint,
-    probe: Probe,
-    features: NDArray[np.floating[Any]],
-    boxes: NDArray[np.floating[Any]],
-    settings: CaptureSettings | None = None,
-) -> Encoded:
+def encode_features(checkpoint: Checkpoint, probe: Probe, settings: CaptureSettings | None = None) -> Encoded:
     """Return one probe for LXMERT: its text, and the regions of an image as features with boxes.
 
     Parameters
@@ -55,16 +46,13 @@ def encode_regions(
     checkpoint : Checkpoint
         With a tokenizer.
     probe : Probe
-        With text.
-    features : float array (region, dim)
-    boxes : float array (region, 4)
-        Left, top, right, bottom as fractions of the image.
+        With text and features.
     settings : CaptureSettings, optional
 
     Returns
     -------
     Encoded
-        For :func:`audit.capture.session.capture_prepared`; its image positions know their boxes.
+        Its image positions know their boxes.
 
     Raises
     ------
@@ -72,13 +60,6 @@ def encode_regions(
         When features and boxes do not belong together, boxes are no fractions, or the model takes features
         of another size.
     """
-    return encode_features(
-        checkpoint, replace(probe, features={"features": features, "boxes": boxes}), settings
-    )
-
-
-def encode_features(checkpoint: Checkpoint, probe: Probe, settings: CaptureSettings | None = None) -> Encoded:
-    """Return one probe with text and features for LXMERT; see :func:`encode_regions`."""
     try:
         found, places = load_features(probe.features or {})
     except ProbeError as error:
