@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from audit.capture.attention.layers import plan_capture
-from audit.capture.engines.fold import FoldSettings
+from audit.capture.engines.settings import FoldSettings
 from audit.capture.inputs.encoded import Encoded, core_model
 from audit.capture.inputs.strides import check_stride, merge_windows
 from audit.capture.inputs.texts import check_texts, position_limit
@@ -19,7 +19,8 @@ from audit.capture.outputs.predictions import (
     class_names,
     targets_by_probe,
 )
-from audit.capture.pairs.session import PairSession, capture_pairs, verify_pairs
+from audit.capture.pairs.session import capture_pairs, verify_pairs
+from audit.capture.pairs.setup import PairSession
 from audit.capture.single_session import (
     Progress,
     Session,

@@ -17,10 +17,9 @@ from audit.capture.attention.layers import CapturePlan, plan_capture
 from audit.capture.attention.mixing import check_mixing
 from audit.capture.attention.passes import active_plan, exclusive, run_model
 from audit.capture.attention.switching import fewest_positions
-from audit.capture.engines.fold import FoldSettings
 from audit.capture.engines.maps import stream_map, undefined_map
 from audit.capture.engines.method_pass import Engine, Fold
-from audit.capture.engines.settings import FLOW
+from audit.capture.engines.settings import FLOW, FoldSettings
 from audit.capture.inputs.batches import beginning, in_order, length_batches, stack, valid_positions
 from audit.capture.inputs.encoded import Encoded, core_model
 from audit.capture.inputs.positions import with_sink_position

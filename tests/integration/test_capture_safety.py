@@ -20,7 +20,8 @@ from audit.capture.attention.hooks import hook_capture
 from audit.capture.attention.interface import AttentionCall, interface_capture
 from audit.capture.attention.layers import plan_capture
 from audit.capture.attention.passes import fold_batch
-from audit.capture.engines.fold import BatchFold, FoldSettings
+from audit.capture.engines.fold import BatchFold
+from audit.capture.engines.settings import FoldSettings
 from audit.errors import CaptureError
 from audit.records import Captured, Checkpoint
 from tests.integration.tiny_models import (

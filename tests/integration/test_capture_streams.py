@@ -15,7 +15,7 @@ from audit.capture.inputs.decoding import with_decoder_steps
 from audit.capture.inputs.sound import encode_sound
 from audit.capture.inputs.texts import encode_texts
 from audit.capture.inputs.windows import probe_windows
-from audit.capture.pairs.session import decoder_row
+from audit.capture.pairs.method_pass import decoder_row
 from audit.errors import CheckpointError, ConfigError, ProbeError
 from audit.methods import encoder_decoder_rollout
 from audit.records import CaptureSettings, Checkpoint, Method, Probe

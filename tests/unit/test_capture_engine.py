@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from audit.capture.engines.fold import BatchFold, FoldSettings
+from audit.capture.engines.fold import BatchFold
+from audit.capture.engines.settings import FoldSettings
 from audit.errors import ConfigError
 from audit.records import Method
 

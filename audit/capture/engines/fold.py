@@ -7,13 +7,11 @@ import math
 import torch
 from torch import Tensor
 
-from audit.capture.engines.settings import PER_HEAD, RAW, ROLLOUT, FoldSettings
+from audit.capture.engines.settings import RAW, FoldSettings
 from audit.capture.outputs.scores import Score
 from audit.errors import ConfigError
 from audit.methods.fusion import fuse_heads_counted
 from audit.methods.rollout import add_residual, rollout_step
-
-__all__ = ["PER_HEAD", "RAW", "ROLLOUT", "BatchFold", "FoldSettings"]
 
 
 class BatchFold:

@@ -54,7 +54,7 @@ def with_decoder_steps(checkpoint: Checkpoint, item: Encoded, row: str) -> Encod
             f"{name} is an encoder-decoder that generates nothing (task {checkpoint.task}), which is not "
             "supported; audit the checkpoint with its generating head (…ForConditionalGeneration)"
         )
-    wanted, limit = _wanted(row), _position_limit(core)
+    wanted, limit = generated_token(row), _position_limit(core)
     if wanted is not None and limit is not None and wanted >= limit:
         raise ConfigError(
             f"[method] row = {row!r} is beyond the {limit} positions of {name}'s decoder; use decoder:0 to "
@@ -92,7 +92,19 @@ def _position_limit(core: Any) -> int | None:
     return next((int(one) for one in declared if one), None)
 
 
-def _wanted(row: str) -> int | None:
+def generated_token(row: str) -> int | None:
+    """Return i of the row ``decoder:<i>``, None for a row that is no single token's.
+
+    Raises
+    ------
+    ConfigError
+        When an encoder-decoder has no such row.
+
+    Examples
+    --------
+    >>> generated_token("decoder:1"), generated_token("last")
+    (1, None)
+    """
     match = re.fullmatch(r"decoder:(\d+)", row)
     if match is None and row not in ("auto", "mean", "last"):
         raise ConfigError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor
 from audit.capture.attention.passes import exclusive
 from audit.capture.engines.settings import ATTRIBUTION, MEASURED, FoldSettings
 from audit.capture.inputs.cells import cells_of
+from audit.capture.inputs.decoding import generated_token
 from audit.capture.inputs.encoded import Encoded, core_model
 from audit.capture.outputs.pooling import tower_root
 from audit.capture.outputs.scores import Score
@@ -40,7 +40,7 @@ from audit.capture.pairs.tower_attribution import Answer, Similarity
 from audit.capture.pairs.tower_methods import Towers
 from audit.capture.pairs.towers import tower_reads
 from audit.capture.pairs.zeroing import pair_zeroing_batch
-from audit.errors import CaptureError, ConfigError, ProbeError
+from audit.errors import CaptureError, ProbeError
 from audit.records import Positions
 
 Masks = tuple[Tensor, Tensor]
@@ -195,15 +195,11 @@ def decoder_row(row: str, steps: int, probe_id: str) -> NDArray[np.float32]:
     [0.0, 1.0, 0.0]
     """
     weights = np.zeros(steps, np.float32)
-    match = re.fullmatch(r"decoder:(\d+)", row)
-    if match is None and row not in ("auto", "mean", "last"):
-        raise ConfigError(
-            f"[method] row = {row!r} is unknown for an encoder-decoder; use auto, mean, last or decoder:<i>"
-        )
-    if match is None:
+    token = generated_token(row)
+    if token is None:
         weights[slice(-1, None) if row == "last" else slice(None)] = 1
-    elif int(match[1]) < steps:
-        weights[int(match[1])] = 1
+    elif token < steps:
+        weights[token] = 1
     else:
         raise ProbeError(
             f"probe {probe_id} has {steps} decoder rows, none is row {row!r}; mend [method] row or remove it"

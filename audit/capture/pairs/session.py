@@ -19,17 +19,16 @@ from audit.capture.outputs.predictions import first_tensor, predictions
 from audit.capture.outputs.targets import require_head
 from audit.capture.pairs.co_attention import input_stacks
 from audit.capture.pairs.co_checks import check_streams
-from audit.capture.pairs.method_pass import decoder_row, run_method
+from audit.capture.pairs.method_pass import run_method
 from audit.capture.pairs.methods import check_pair_settings
 from audit.capture.pairs.multi import PairFold, StreamRows
 from audit.capture.pairs.setup import PairSession
 from audit.capture.pairs.targets import explained_logits, with_target
 from audit.capture.pairs.towers import check_independent
+from audit.capture.single_session import VERIFIED_PROBES
 from audit.errors import CaptureError
 from audit.records import Captured, Map, Positions
 from audit.records import Stream as StreamName
-
-VERIFIED_PROBES = 2
 
 
 def capture_pairs(session: PairSession, window: Sequence[Encoded]) -> Iterator[Captured]:
@@ -168,6 +167,3 @@ def _map(
         share = 1.0 if session.fold.needs_target else 0.0
         return replace(undefined_map(item, placed, extra), stream=name, share=share)
     return stream_map(item, row, layers, placed, extra, stream=name)
-
-
-__all__ = ["PairSession", "capture_pairs", "decoder_row", "verify_pairs"]
