@@ -15,7 +15,6 @@ from audit.pipeline.crossing import subset_crossing
 from audit.pipeline.examples import example_maps
 from audit.pipeline.floor import freeze_floor, read_floor
 from audit.pipeline.gate import (
-    compare_config,
     compare_stored,
     freeze_config_floor,
     gate_comparison,
@@ -56,7 +55,6 @@ __all__ = [
     "capture_run",
     "capture_shard",
     "check_run",
-    "compare_config",
     "compare_runs",
     "compare_stored",
     "compare_subset",

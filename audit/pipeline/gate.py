@@ -199,16 +199,6 @@ def gate_comparison(
     return apply_approvals(store, comparison, judged, signers=signers)
 
 
-def compare_config(config: AuditConfig, store: Store, *, progress: Progress | None = None) -> Comparison:
-    """Return the comparison that a configuration asks for, from stored runs and floors."""
-    if progress is not None:
-        progress("compare", 0, 1)
-    comparison = compare_runs(**vars(audit_runs(config, store)), statistics=_statistics(config))
-    if progress is not None:
-        progress("compare", 1, 1)
-    return comparison
-
-
 def compare_stored(store: Store, before: str, after: str, replicates: Sequence[str] = ()) -> Comparison:
     """Return the comparison of runs that are named by id, each replicate as kind ``seed``.
 
