@@ -13,6 +13,8 @@ from audit.capture.attention.passes import fold_batch
 from audit.capture.attention.scratch import Scratch
 from audit.capture.engines.fold import BatchFold
 from audit.capture.engines.method_pass import weight_fold
+from audit.capture.engines.row_backward import kernel_calls
+from audit.capture.engines.row_fold import RowFold, rows_suffice
 from audit.capture.inputs.batches import stack
 from audit.capture.inputs.encoded import Encoded, core_model
 from audit.capture.inputs.windows import probe_windows
@@ -34,8 +36,9 @@ def capture_methods(
     """Yield for each probe what each method gives; methods that read attention alone share a forward pass.
 
     Rollout with any fusion or pruning of heads, rollout of single heads, raw attention and attention flow
-    are folds of the same weights. Other methods, and models of several stacks, take the passes that they
-    take alone.
+    are folds of the same weights. Of long probes, methods that are had from rows alone share one pass, and
+    those that need whole matrices another. Other methods, and models of several stacks, take the passes
+    that they take alone.
 
     Parameters
     ----------
@@ -96,16 +99,24 @@ def _shared_pass(
 ) -> tuple[list[BatchFold], Any]:
     first, tensors = sessions[0], stack(batch)
     read, valid = inputs_of(first, batch, tensors)
-    folds = [weight_fold(one.fold)(one.fold, read, valid) for one in sessions]  # type: ignore[misc]
-    outputs = fold_batch(
-        first.checkpoint.model,
-        first.plan,
-        tensors,
-        _Folds(folds),
-        keep_logits=first.keep_logits,
-        scratch=scratch,
-    )
+    folds: list[BatchFold] = [_fold_of(one, read, valid) for one in sessions]
+    by_rows = [one for one in folds if isinstance(one, RowFold)]
+    whole = [one for one in folds if not isinstance(one, RowFold)]
+    model, plan, keep_logits, outputs = first.checkpoint.model, first.plan, first.keep_logits, None
+    if whole:
+        outputs = fold_batch(model, plan, tensors, _Folds(whole), keep_logits=keep_logits, scratch=scratch)
+    if by_rows:
+        calls, outputs = kernel_calls(model, plan, tensors, keep_logits=keep_logits)
+        for one in by_rows:
+            one.carry([*calls])
     return folds, outputs
+
+
+def _fold_of(session: Session, read: Tensor, valid: Tensor) -> BatchFold:
+    """Return the fold that the session's method takes alone for probes of this length."""
+    by_rows = rows_suffice(session.fold, session.plan, read.shape[1])
+    fold = RowFold if by_rows else weight_fold(session.fold)
+    return (fold or BatchFold)(session.fold, read, valid)
 
 
 class _Folds(BatchFold):

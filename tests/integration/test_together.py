@@ -10,8 +10,9 @@ import pytest
 import audit
 from audit.capture import together
 from audit.capture.attention import passes
+from audit.capture.engines.row_fold import LEAST_POSITIONS
 from audit.errors import ConfigError
-from audit.records import CaptureSettings, Method
+from audit.records import CaptureSettings, Method, Probe
 from tests.integration.test_capture_streams import seq2seq
 from tests.integration.tiny_models import image_probes, text_checkpoint, text_probes, vision_checkpoint
 
@@ -57,6 +58,31 @@ def test_methods_together_give_what_each_gives_alone(kind, methods):
             assert one[i].probe_id == other.probe_id
             np.testing.assert_allclose(one[i].weights, other.weights, atol=1e-6)
             assert set(one[i].diagnostics) == set(other.diagnostics)
+
+
+def test_long_probes_together_are_had_from_rows_as_alone(forward_passes):
+    subject = text_checkpoint("gpt2", max_position_embeddings=400)
+    probes, methods = [Probe("long", text="the film " * 48), *text_probes()[:1]], FOLDS[:4]
+    alone = [list(audit.compute_maps(subject, probes, method=one)) for one in methods]
+    forward_passes.clear()
+    found = list(audit.compute_maps_by_method(subject, probes, methods))
+    assert len(found[0][0].weights) >= LEAST_POSITIONS > len(found[1][0].weights)
+    assert forward_passes[together.__name__] == 1  # of the short probe; the long one has no whole matrix
+    for each, others in zip(found, zip(*alone, strict=True), strict=True):
+        for one, other in zip(each, others, strict=True):
+            np.testing.assert_allclose(one.weights, other.weights, atol=1e-6)
+            assert one.diagnostics == pytest.approx(other.diagnostics, abs=1e-5)
+
+
+def test_rows_and_whole_matrices_of_long_probes_take_a_pass_each(forward_passes):
+    subject = text_checkpoint("gpt2", max_position_embeddings=400)
+    probes, methods = [Probe("long", text="the film " * 48)], [FOLDS[0], FOLDS[4]]
+    found = list(audit.compute_maps_by_method(subject, probes, methods))
+    assert forward_passes[together.__name__] == 1
+    for one, method in zip(found[0], methods, strict=True):
+        (alone,) = audit.compute_maps(subject, probes, method=method)
+        np.testing.assert_allclose(one.weights, alone.weights, atol=1e-6)
+        assert one.diagnostics == pytest.approx(alone.diagnostics, abs=1e-5)
 
 
 @pytest.mark.parametrize("method", ["raw", Method("raw_attention")])
