@@ -215,13 +215,15 @@ def verify(session: Session, window: Sequence[Encoded]) -> None:
 
     Attention × values must give every layer's own output, positions may mix through nothing else, the
     outputs must be those of a pass without capture to the last bit, and a second pass must agree with
-    the first.
+    the first. Where longer probes are had by another engine, attention × values is checked for one of them
+    as well.
 
     Raises
     ------
     CaptureError
     """
-    batch = [window[i] for i in session.batches(window)[0][:VERIFIED_PROBES]]
+    batches = session.batches(window)
+    batch = [window[i] for i in batches[0][:VERIFIED_PROBES]]
     checking = session.checking()
     first, second = _fold(checking, batch, check=True), _fold(checking, batch)
     _agree(first, second)
@@ -237,6 +239,17 @@ def verify(session: Session, window: Sequence[Encoded]) -> None:
             f"{name}: capturing changes the model's own output; load the checkpoint with "
             "attention_implementation = 'eager'"
         )
+    _verify_longer(checking, [window[one[0]] for one in batches])
+
+
+def _verify_longer(session: Session, first_of_each: Sequence[Encoded]) -> None:
+    """Check attention × values of the first probe that another engine takes than the shortest."""
+    by_rows = [session.engine.by_rows(len(item)) for item in first_of_each]
+    other = next(
+        (item for item, long in zip(first_of_each, by_rows, strict=True) if long != by_rows[0]), None
+    )
+    if other is not None:
+        _fold(session, [other], check=True)
 
 
 def check_repeats(session: Session, window: Sequence[Encoded]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers.models.gpt2 import modeling_gpt2
 
 import audit
 from audit.capture.attention.interface import KernelCall
@@ -127,3 +128,31 @@ def test_outputs_that_are_not_weights_times_values_are_refused():
     check_blocks(call, output.transpose(1, 2), valid)
     with pytest.raises(CaptureError, match=r"layer\.0: its weights times its values"):
         check_blocks(call, 1.01 * output.transpose(1, 2), valid)
+
+
+def test_long_probes_are_verified_beside_short_ones(monkeypatch):
+    """The shortest probes have weights that the kernel returned; longer ones are computed again."""
+    plain = modeling_gpt2.eager_attention_forward
+
+    def sharper(module, query, *rest, **options):
+        return plain(module, 1.1 * query, *rest, **options)
+
+    monkeypatch.setattr(modeling_gpt2, "eager_attention_forward", sharper)
+    subject = text_checkpoint("gpt2", max_position_embeddings=400)
+    short, long = text_probes()[0], Probe("long", text="the film " * 48)
+    assert maps_of(subject, [short], {})
+    with pytest.raises(CaptureError, match="its weights times its values differ"):
+        maps_of(subject, [short, long], {})
+
+
+def test_softmax_in_float32_does_for_float64():
+    subject = text_checkpoint("llama", max_position_embeddings=400)
+    subject.model.double()
+    long = Probe("long", text="the film " * 48)
+    (found,) = maps_of(subject, [long], {})
+    ids = subject.processor(long.text, return_tensors="pt")["input_ids"]
+    row = np.eye(len(found.weights))[-1]
+    for layer in reversed(subject.model(ids, output_attentions=True).attentions):
+        row = 0.5 * row @ layer[0].mean(0).detach().numpy() + 0.5 * row
+    np.testing.assert_allclose(found.weights, row, atol=1e-7)
+    assert list(audit.compute_reliance(subject, [long], engine="linear"))

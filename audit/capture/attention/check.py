@@ -13,7 +13,8 @@ from audit.errors import CaptureError
 
 # Largest allowed error of row sums and of attention × values, relative to the largest output.
 ROW_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-VALUE_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+# Decoders take their softmax in float32 also where the rest is float64.
+VALUE_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 # Half precision included: kernels differ with the size of a batch.
 ALONE_TOLERANCE = 0.02
 

@@ -64,6 +64,12 @@ class Engine:
     _blocks: dict[str, Block] = field(default_factory=dict)
     _scratch: Scratch = field(default_factory=Scratch)
 
+    def by_rows(self, positions: int) -> bool:
+        """Return whether maps of this length are had from rows, without a query × key matrix."""
+        return any(
+            suffice(self.settings, self.plan, positions) for suffice in (rows_suffice, split_rows_suffice)
+        )
+
     def run(
         self,
         batch: Sequence[Encoded],
