@@ -11,8 +11,9 @@ from transformers.models.gpt2 import modeling_gpt2
 
 import audit
 from audit.capture.attention.interface import KernelCall
-from audit.capture.engines import method_pass, query_blocks, row_fold
+from audit.capture.engines import method_pass, query_blocks, row_fold, split_rows
 from audit.capture.engines.row_fold import RowFold, check_blocks
+from audit.capture.engines.split_rows import SplitRowFold
 from audit.errors import CaptureError
 from audit.records import Checkpoint, Map, Method, Probe
 from tests.integration.tiny_models import (
@@ -33,6 +34,11 @@ VARIANTS: list[dict[str, Any]] = [
     {"discard_ratio": 0.5},
     {"top_k": 2},
 ]
+EMPTYING: list[dict[str, Any]] = [
+    {"head_fusion": "min", "discard_below": 0.5},
+    {"discard_below": 0.5},
+    {"discard_below": 0.5, "residual": "measured"},
+]
 
 
 @pytest.fixture
@@ -45,8 +51,15 @@ def rows_only(monkeypatch: pytest.MonkeyPatch) -> list[RowFold]:
             super().__init__(*args)
             made.append(self)
 
+    class NotedSplit(SplitRowFold):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
     monkeypatch.setattr(row_fold, "LEAST_POSITIONS", 1)
+    monkeypatch.setattr(split_rows, "LEAST_POSITIONS", 1)
     monkeypatch.setattr(method_pass, "RowFold", Noted)
+    monkeypatch.setattr(method_pass, "SplitRowFold", NotedSplit)
     monkeypatch.setattr(query_blocks, "BLOCK_ENTRIES", 64)
     return made
 
@@ -88,6 +101,20 @@ def test_rows_give_the_maps_of_the_whole_matrix(family, params, request):
         assert set(one.diagnostics) == set(other.diagnostics)
 
 
+@pytest.mark.parametrize("params", EMPTYING, ids=str)
+@pytest.mark.parametrize("family", ["bert", "llama", "sinks"])
+def test_rows_left_empty_are_counted_without_the_matrix(family, params, request):
+    subject, probes = SUBJECTS[family]()
+    whole = maps_of(subject, probes, params)
+    assert sum(one.diagnostics["empty_rows"] for one in whole) > 0
+    made = request.getfixturevalue("rows_only")
+    found = maps_of(subject, probes, params)
+    assert made
+    for one, other in zip(found, whole, strict=True):
+        np.testing.assert_allclose(one.weights, other.weights, atol=2e-6)
+        assert one.diagnostics["empty_rows"] == other.diagnostics["empty_rows"]
+
+
 def test_depth_collapse_from_every_row_is_that_of_the_matrix(request, monkeypatch):
     subject, probes = vision_checkpoint("vit"), image_probes()
     whole = maps_of(subject, probes, {})
@@ -102,9 +129,8 @@ def test_depth_collapse_from_every_row_is_that_of_the_matrix(request, monkeypatc
 @pytest.mark.parametrize(
     "method",
     [
-        Method("rollout", params={"head_fusion": "min"}),
-        Method("rollout", params={"discard_below": 0.1}),
-        Method("rollout", params={"residual": "measured"}),
+        Method("rollout", params={"head_fusion": "min", "start_layer": 1}),
+        Method("rollout", params={"discard_below": 0.1, "residual": "measured", "start_layer": 1}),
         Method("per_head_rollout"),
     ],
     ids=str,

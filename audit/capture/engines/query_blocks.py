@@ -8,9 +8,10 @@ attention of a layer. Head fusion by max or min, discarding and top-k act on eac
 so F is needed for one block of queries at a time: softmax of the block, fuse, prune, renormalise, add.
 Memory is head × block × n, and a block that stays in the processor's cache makes one row about as cheap
 as one call of the fused kernel. Where heads are averaged and nothing is pruned, F need not be formed:
-r·F = mean_h r·A^h. Queries on which no row draws are left out: an output row of one position
-costs one row of the last layer. Soft-capped scores, position bias, masks and learned sinks are those of
-:func:`audit.capture.attention.weights.attention_weights`; a sink is a position that draws on itself alone.
+r·F = mean_h r·A^h. Queries on which no row draws are left out, unless rows that pruning leaves empty are
+counted: an output row of one position costs one row of the last layer. Soft-capped scores, position bias,
+masks and learned sinks are those of :func:`audit.capture.attention.weights.attention_weights`; a sink is a
+position that draws on itself alone.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from audit.capture.attention.scratch import Scratch
 from audit.capture.attention.weights import attention_weights
 from audit.capture.engines.settings import FoldSettings
 from audit.errors import CaptureError
-from audit.methods.fusion import fuse_heads
+from audit.methods.fusion import fuse_heads_counted
 
 BLOCK_ENTRIES = 2**20
 """Weights (batch × head × query × key) of one block of queries: 4 MB in float32."""
@@ -35,7 +36,13 @@ FEW_ROWS = 2
 
 
 def rows_by_blocks(
-    call: KernelCall, rows: Tensor, valid: Tensor, settings: FoldSettings, layer: int
+    call: KernelCall,
+    rows: Tensor,
+    valid: Tensor,
+    settings: FoldSettings,
+    layer: int,
+    *,
+    empty_rows: Tensor | None = None,
 ) -> Tensor:
     """Return r·F of one layer for each row r, F being its fused and pruned attention.
 
@@ -49,6 +56,8 @@ def rows_by_blocks(
         Fusion and pruning of heads.
     layer : int
         Whose weights of heads are taken.
+    empty_rows : int Tensor (batch,), optional
+        Where pruning may leave rows empty, their number is added here.
 
     Returns
     -------
@@ -67,16 +76,18 @@ def rows_by_blocks(
     found = rows.new_zeros(*rows.shape[:2], n + extra)
     if rows.shape[2] > n:
         found[..., n] = rows[..., n]
-    scratch = Scratch()
+    scratch, counted = Scratch(), empty_rows if may_empty(settings) else None
     for block in query_blocks(call):
         weighed = rows[..., block]
-        if not bool(weighed.any()):
+        if counted is None and not bool(weighed.any()):
             continue
         weights = block_weights(call, block, scratch)
         if not bool(valid[:, block].all()):
             weights = weights.masked_fill(~valid[:, None, block, None], 0.0)
-        part = _times_fused(weights, weighed.to(weights.dtype), settings, layer, block.start)
+        part, empty = _times_fused(weights, weighed.to(weights.dtype), settings, layer, block.start)
         found[..., : part.shape[2]] += part
+        if counted is not None:
+            counted += empty - (~valid[:, block]).sum(dim=1)
     _check_sums(call, found, rows)
     return found
 
@@ -102,15 +113,18 @@ def query_blocks(call: KernelCall) -> Iterator[slice]:
         yield slice(start, min(start + size, n))
 
 
-def _times_fused(weights: Tensor, rows: Tensor, settings: FoldSettings, layer: int, start: int) -> Tensor:
-    """Return r·F for a block of queries: (batch, row, key)."""
+def _times_fused(
+    weights: Tensor, rows: Tensor, settings: FoldSettings, layer: int, start: int
+) -> tuple[Tensor, Tensor | int]:
+    """Return r·F for a block of queries: (batch, row, key); and how many of them have no mass: (batch,)."""
     shares = settings.head_weights_of(layer)
     if prunes(settings) or rows.shape[1] > FEW_ROWS:
-        return rows @ fuse_heads(weights, query_offset=start, head_weights=shares, **settings.fusion)
+        fused, empty = fuse_heads_counted(weights, query_offset=start, head_weights=shares, **settings.fusion)
+        return rows @ fused, empty
     heads = rows @ weights.transpose(0, 1)  # as they lie: (head, batch, row, key)
-    return (
-        heads.mean(dim=0) if shares is None else torch.einsum("h,hbrk->brk", heads.new_tensor(shares), heads)
-    )
+    if shares is None:
+        return heads.mean(dim=0), 0
+    return torch.einsum("h,hbrk->brk", heads.new_tensor(shares), heads), 0
 
 
 def prunes(settings: FoldSettings) -> bool:
@@ -118,6 +132,11 @@ def prunes(settings: FoldSettings) -> bool:
     fusion = settings.fusion
     pruned = fusion.get("discard_ratio") or fusion.get("discard_below") is not None or fusion.get("top_k")
     return fusion.get("head_fusion", "mean") not in ("mean", "weighted") or bool(pruned)
+
+
+def may_empty(settings: FoldSettings) -> bool:
+    """Return whether fusion or pruning may leave a row without mass."""
+    return settings.fusion.get("head_fusion") == "min" or settings.fusion.get("discard_below") is not None
 
 
 def _check_sums(call: KernelCall, found: Tensor, rows: Tensor) -> None:

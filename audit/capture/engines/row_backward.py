@@ -155,7 +155,15 @@ def _fused_is_better(call: KernelCall, rows: Tensor, settings: FoldSettings) -> 
 
 
 @torch.no_grad()
-def step_down(call: KernelCall, rows: Tensor, valid: Tensor, settings: FoldSettings, layer: int) -> Tensor:
+def step_down(
+    call: KernelCall,
+    rows: Tensor,
+    valid: Tensor,
+    settings: FoldSettings,
+    layer: int,
+    *,
+    empty_rows: Tensor | None = None,
+) -> Tensor:
     """Return (1-ρ)·r·Ā + ρ·r for each row r: one layer's step towards the input.
 
     Parameters
@@ -168,6 +176,7 @@ def step_down(call: KernelCall, rows: Tensor, valid: Tensor, settings: FoldSetti
         ``rollout`` with constant residuals and any fusion or pruning of heads.
     layer : int
         Whose residual and weights of heads are taken.
+    empty_rows : see :func:`audit.capture.engines.query_blocks.rows_by_blocks`
 
     Returns
     -------
@@ -177,7 +186,7 @@ def step_down(call: KernelCall, rows: Tensor, valid: Tensor, settings: FoldSetti
         weights = settings.head_weights_of(layer)
         attended = rows_times_attention(call, rows, None if weights is None else rows.new_tensor(weights))
     else:
-        attended = rows_by_blocks(call, rows, valid, settings, layer)
+        attended = rows_by_blocks(call, rows, valid, settings, layer, empty_rows=empty_rows)
     return torch.lerp(attended, widened(rows, attended), settings.residual_of(layer))
 
 

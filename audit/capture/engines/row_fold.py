@@ -25,7 +25,7 @@ from audit.capture.attention.interface import KernelCall
 from audit.capture.attention.layers import CapturePlan
 from audit.capture.attention.scratch import Scratch
 from audit.capture.engines.fold import BatchFold, generalized_divergence
-from audit.capture.engines.query_blocks import block_weights, laid_out, query_blocks
+from audit.capture.engines.query_blocks import block_weights, laid_out, may_empty, query_blocks
 from audit.capture.engines.region_forward import sees_no_future
 from audit.capture.engines.row_backward import kernel_calls, step_down, widened
 from audit.capture.engines.settings import MEASURED, ROLLOUT, FoldSettings
@@ -40,11 +40,16 @@ COLLAPSE_ROWS = 32
 def rows_suffice(settings: FoldSettings, plan: CapturePlan, positions: int) -> bool:
     """Return whether maps of this length are had from rows: rollout of long inputs, without loss.
 
-    Rows that pruning leaves empty are counted over the whole matrix, which nobody has here.
+    Rows that pruning leaves empty are counted in every layer, those below `start_layer` included, through
+    which no row is carried here.
     """
-    countable = settings.fusion.get("head_fusion") != "min" and settings.fusion.get("discard_below") is None
     constant = settings.method == ROLLOUT and settings.residual != MEASURED
-    return positions >= LEAST_POSITIONS and constant and countable and not plan.has_hooks
+    return positions >= LEAST_POSITIONS and constant and countable(settings) and not plan.has_hooks
+
+
+def countable(settings: FoldSettings) -> bool:
+    """Return whether rows pass all layers in which rows may be left empty."""
+    return settings.start_layer == 0 or not may_empty(settings)
 
 
 class RowFold(BatchFold):
@@ -72,7 +77,7 @@ class RowFold(BatchFold):
 
     def step(self, call: KernelCall, rows: Tensor, layer: int) -> Tensor:
         """Return r·Ã_l for each row r: (batch, row, key)."""
-        return step_down(call, rows, self.valid, self.settings, layer)
+        return step_down(call, rows, self.valid, self.settings, layer, empty_rows=self.empty_rows)
 
     def _spread(self) -> Tensor:
         """Return rows of the identity, evenly spread over each probe's valid positions."""

@@ -28,7 +28,7 @@ from audit.capture.engines.blocks import Block
 from audit.capture.engines.contributions import LayerParts, LayerWatch, blocks_of
 from audit.capture.engines.query_blocks import block_weights, laid_out, rows_by_blocks
 from audit.capture.engines.row_backward import widened
-from audit.capture.engines.row_fold import LEAST_POSITIONS, RowFold, check_blocks
+from audit.capture.engines.row_fold import LEAST_POSITIONS, RowFold, check_blocks, countable
 from audit.capture.engines.settings import MEASURED, ROLLOUT, FoldSettings
 from audit.capture.inputs.encoded import core_model
 from audit.errors import CaptureError
@@ -41,7 +41,7 @@ SPLIT = frozenset({"norms", "globenc", "alti"})
 
 def split_rows_suffice(settings: FoldSettings, plan: CapturePlan, positions: int) -> bool:
     """Return whether value-aware maps of this length are had from rows."""
-    if plan.has_hooks:
+    if plan.has_hooks or not countable(settings):
         return False
     if settings.residual == MEASURED:
         return settings.method == ROLLOUT and positions >= LEAST_POSITIONS
@@ -72,7 +72,9 @@ class SplitRowFold(RowFold):
         if kept.residual is not None:
             own = torch.nn.functional.pad(kept.residual, (0, rows.shape[2] - kept.residual.shape[1]))
             own = own[:, None].to(rows.dtype)
-            attended = rows_by_blocks(call, rows * (1 - own), self.valid, self.settings, layer)
+            attended = rows_by_blocks(
+                call, rows * (1 - own), self.valid, self.settings, layer, empty_rows=self.empty_rows
+            )
             return attended + widened(rows * own, attended)
         return self._split(laid_out(call), rows, kept)
 
