@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import audit
 from audit.capture import capture
 from audit.capture.attention.interface import KernelCall, interface_capture, original_kernel
 from audit.capture.attention.layers import plan_capture
@@ -283,3 +284,13 @@ def test_one_layers_weights_are_alive_at_a_time(family: str) -> None:
         kept = kept_gradients(text_checkpoint(family, num_hidden_layers=9), dict(item.tensors), 1)
     assert len(kept[0]) == 9
     assert alive.peak > 2 * peaks[1]
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_no_weights_of_all_queries_are_formed_to_verify(family, monkeypatch):
+    def refuse(_call):
+        raise AssertionError("a whole query × key matrix was formed")
+
+    monkeypatch.setattr(KernelCall, "weights", refuse)
+    subject = text_checkpoint(family)
+    assert list(audit.compute_maps(subject, text_probes(), method="gradient_rollout", target=1))

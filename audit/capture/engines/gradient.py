@@ -21,9 +21,11 @@ from audit.capture.attention.hooks import counted_calls, hook_capture
 from audit.capture.attention.interface import AttentionCall, KernelCall, Replacing, interface_capture
 from audit.capture.attention.layers import CapturePlan, expected_calls
 from audit.capture.attention.passes import exclusive, run_model
+from audit.capture.attention.scratch import Scratch
 from audit.capture.attention.threads import own_thread
 from audit.capture.attention.weights import with_sink
-from audit.capture.engines.query_blocks import block_weights
+from audit.capture.engines.query_blocks import block_weights, laid_out, query_blocks
+from audit.capture.engines.row_fold import check_blocks
 from audit.capture.engines.settings import FoldSettings
 from audit.capture.inputs.encoded import Encoded, core_model
 from audit.capture.outputs.scores import Score
@@ -313,7 +315,9 @@ def _attend(
     bias, sinks = call.options.get("position_bias"), call.options.get("s_aux")
     tensors = (call.query, call.key, call.value, call.mask, bias, sinks)
     output: Tensor = _StreamedAttention.apply(saved, *tensors)  # type: ignore[no-untyped-call]
-    if valid is not None:
+    if valid is not None and keys is None:
+        _verify(call, output.detach(), valid)
+    elif valid is not None:
         weights = call.weights().detach()
         sink = sinks is not None
         if sink and weights.shape[-1] == call.key.shape[-2]:
@@ -322,6 +326,16 @@ def _attend(
         check_rows(watched, valid, keys)
         check_values(watched, valid)
     return output, None
+
+
+@torch.no_grad()
+def _verify(call: KernelCall, output: Tensor, valid: Tensor) -> None:
+    """Check rows and attention × values of a layer, a block of queries at a time."""
+    check_blocks(call, output, valid)
+    call, sink, scratch = laid_out(call), call.options.get("s_aux") is not None, Scratch()
+    for rows in query_blocks(call):
+        watched = AttentionCall(call.path, block_weights(call, rows, scratch), output, sink=sink)
+        check_rows(watched, valid[:, rows], valid)
 
 
 def _hooked(
