@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from audit.config.section import Section
 from audit.errors import ConfigError
 from audit.records import Effect, Policy, Rule
-from audit.statistics.measures import SIMILARITIES, MapMeasure
+from audit.statistics.measures import RANGES, SIMILARITIES, MapMeasure
 
 RESAMPLES = 9999
 DEFAULT_MEASURES: tuple[MapMeasure, ...] = ("js_distance", "wasserstein")
@@ -69,10 +69,18 @@ class RuleSection(Section):
             warned = (low, high) if self.warn is None else limit_bounds(rule, self.warn)
         except ConfigError as error:
             raise ValueError(str(error)) from None
+        if (reason := _never(self.measure, low, high)) is not None:
+            raise ValueError(f"fail = {fail:g} never fails: {reason}")
         if warned[0] < low or warned[1] > high:
             raise ValueError(
                 f"warn = {self.warn:g} is looser than fail = {fail:g} and would never be seen; exchange them"
             )
+
+    @model_validator(mode="after")
+    def _reachable(self) -> Self:
+        if self.measure == "shift" and isinstance(self.within, float | int) and self.within >= 1:
+            raise ValueError(f"within = {self.within:g} allows everything: {_never('shift', -1, 1)}")
+        return self
 
     @field_validator("within")
     @classmethod
@@ -84,6 +92,14 @@ class RuleSection(Section):
         elif value is not None and value <= 0:
             raise ValueError(f"within is {value}; expected a number above 0")
         return value
+
+
+def _never(measure: str, low: float, high: float) -> str | None:
+    """Return why no value of a measure leaves [low, high], or None where one can."""
+    least, most = RANGES.get(measure, (-math.inf, math.inf))
+    if math.isinf(most) or low > least or high < most:
+        return None
+    return f"{measure} lies from {least:g} to {most:g}; give a share such as 0.02 for 2 %"
 
 
 def _is_positive(text: str) -> bool:

@@ -44,3 +44,17 @@ SIMILARITIES: frozenset[str] = frozenset({"cosine_similarity", "spearman", "top_
 
 SIGNED: frozenset[str] = frozenset({"shift", "center_of_mass_shift", "entropy_change", "sink_change"})
 """Measures that tell a direction: their limit holds for both, unless the rule names one."""
+
+RANGES: dict[str, tuple[float, float]] = {
+    "shift": (-1.0, 1.0),
+    "sink_change": (-1.0, 1.0),
+    "level": (0.0, 1.0),
+    "js_distance": (0.0, 1.0),
+    "js_divergence": (0.0, 1.0),
+    "total_variation": (0.0, 1.0),
+    "hellinger": (0.0, 1.0),
+    "cosine_similarity": (0.0, 1.0),
+    "spearman": (-1.0, 1.0),
+    "top_k_overlap": (0.0, 1.0),
+}
+"""Least and largest value of the measures that have both; a limit outside can never be crossed."""

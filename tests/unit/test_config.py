@@ -80,7 +80,7 @@ within = "3 sd"
     [
         ("[stroe]\nurl = 'x'\n", 'unknown key "stroe"; did you mean "store"?'),
         ("[statistics]\nresample = 99\n", 'did you mean "resamples"?'),
-        ("[[gate.rules]]\nregion='a'\nkind='limit'\nfial=1\nfail=1\n", 'did you mean "fail"?'),
+        ("[[gate.rules]]\nregion='a'\nkind='limit'\nfial=1\nfail=0.1\n", 'did you mean "fail"?'),
         ("[[gate.rules]]\nregion='a'\nkind='limit'\n", "a limit rule needs fail"),
         ("[[gate.rules]]\nregion='a'\nkind='excess'\n", "an excess rule needs within"),
         ("[[gate.rules]]\nregion='a'\nkind='excess'\nwithin='3 sigma'\n", '"3 sd"'),
@@ -90,6 +90,23 @@ within = "3 sd"
         ("[[gate.rules]]\nregion='a'\nkind='limit'\nfail=nan\n", "fail: Input should be a finite number"),
         ("[[gate.rules]]\nregion='a'\nkind='limit'\nfail=inf\n", "fail: Input should be a finite number"),
         ("[[gate.rules]]\nregion='a'\nkind='limit'\nfail=-0.02\n", "give its size, 0.02"),
+        (
+            "[[gate.rules]]\nregion='a'\nkind='limit'\nfail=2\n",
+            "fail = 2 never fails: shift lies from -1 to 1; give a share such as 0.02 for 2 %",
+        ),
+        (
+            "[[gate.rules]]\nregion='a'\nkind='limit'\nmeasure='level'\nfail=30\n",
+            "fail = 30 never fails: level lies from 0 to 1",
+        ),
+        (
+            "[[gate.rules]]\nregion='*'\nkind='limit'\nmeasure='js_distance'\nfail=1\n",
+            "fail = 1 never fails",
+        ),
+        (
+            "[[gate.rules]]\nregion='*'\nkind='limit'\nmeasure='cosine_similarity'\nfail=0\n",
+            "fail = 0 never fails",
+        ),
+        ("[[gate.rules]]\nregion='a'\nkind='excess'\nwithin=2\n", "within = 2 allows everything"),
         (
             "[[gate.rules]]\nregion='a'\nkind='limit'\nfail=0.02\nwarn=0.05\n",
             "warn = 0.05 is looser than fail",
@@ -129,6 +146,9 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path, addition: str,
         "fail = 0.9\nwarn = 0.95\nmeasure = 'cosine_similarity'",
         "fail = 0.1\nwarn = 0.2\nmeasure = 'level'\ndirection = 'decrease'",
         "fail = 2\nwarn = 1.5\nmeasure = 'ratio'",
+        "fail = 2\nmeasure = 'wasserstein'",
+        "fail = 0.99",
+        "fail = 0\nmeasure = 'spearman'",
     ],
 )
 def test_limits_are_read_as_their_measure_and_direction_mean(tmp_path: Path, rule: str) -> None:
