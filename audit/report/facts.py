@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import PurePath
 from typing import Any
 
 from audit.records import STRONG_KINDS, Comparison, Policy, RunRef, Verdict
 from audit.report.context import ReportContext
-from audit.report.rows import full_sentence
-from audit.report.wording import clip, count, finite, number
+from audit.report.rows import by_size, full_sentence, other_shifts
+from audit.report.wording import clip, count, finite, number, quantity
 
 VALUE_WIDTH = 120
+UNJUDGED_SHOWN = 4
 _COUNTS = {
     "changed": "changed class",
     "newly_wrong": "became wrong",
@@ -141,7 +143,7 @@ def plain(value: Any) -> str:
 
 
 def caveats(comparison: Comparison | None, verdict: Verdict | None) -> list[str]:
-    """Return what lowers the weight of this verdict: mismatches, allowances, identical or aligned maps."""
+    """Return what lowers the weight of this verdict: mismatches, allowances, identical maps, gaps."""
     lines = []
     if verdict is not None and verdict.reason and verdict.reason not in verdict.sentence:
         lines.append(verdict.reason)
@@ -154,7 +156,38 @@ def caveats(comparison: Comparison | None, verdict: Verdict | None) -> list[str]
         lines.append(_identical(comparison))
     if comparison is not None:
         lines += comparison.alignment
+    if verdict is not None and (gap := unjudged(comparison, verdict)):
+        lines.append(gap)
     return [clip(full_sentence(line), 600) for line in lines]
+
+
+def unjudged(comparison: Comparison | None, verdict: Verdict) -> str:
+    """Return which regions that no rule judges moved as an excess rule would fail, or nothing.
+
+    The test of an excess rule, with Holm's correction over these regions, only where such a rule could fail:
+    enough replicates, all of a strong kind, of runs that do not differ otherwise.
+    """
+    if comparison is None or not verdict.rules or comparison.mismatches or comparison.alignment:
+        return ""
+    policy, kinds = verdict.policy, comparison.replicate_kinds
+    if len(kinds) < policy.min_replicates or not set(kinds) <= set(STRONG_KINDS):
+        return ""
+    cells = other_shifts(comparison, verdict)
+    tests = [(one, one.excess.pvalue, one.excess.excess) for one in cells if one.excess is not None]
+    ordered = sorted(
+        ((c, p, x) for c, p, x in tests if p is not None and x is not None), key=lambda one: one[1]
+    )
+    adjusted = ((c, p * (len(ordered) - rank), x) for rank, (c, p, x) in enumerate(ordered))
+    rejected = takewhile(lambda one: one[1] <= policy.alpha, adjusted)
+    found = by_size(cell for cell, _, excess in rejected if abs(excess) >= policy.effect_floor)
+    named = [f"'{clip(c.region, 40)}' ({quantity('shift', c.value)})" for c in found[:UNJUDGED_SHOWN]]
+    if not named:
+        return ""
+    more = f" and {len(found) - len(named)} more" if len(found) > len(named) else ""
+    return (
+        f"No rule judges {', '.join(named)}{more}, which moved by more than harmless re-training explains; "
+        'an excess rule on region = "*" would.'
+    )
 
 
 def _identical(comparison: Comparison) -> str:

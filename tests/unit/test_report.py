@@ -9,6 +9,7 @@ import subprocess
 import sys
 import unicodedata
 from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
@@ -25,6 +26,7 @@ from audit.report import (
     ReportContext,
     VerdictRow,
     compare_table,
+    facts,
     list_table,
     to_html,
     to_json,
@@ -732,3 +734,39 @@ assert "<svg" in to_html(compared, found, context=context)
 assert "FAIL" in to_text(compared, found)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# --- what no rule judges ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("render", [to_text, to_markdown, to_html])
+def test_pass_tells_which_unjudged_region_moved_beyond_retraining(render):
+    surer = ReplicateTest(0.03, 40.0, 1e-7, None, 0.0091, 5)
+    cells = (
+        shift_cell("corner", 0.001),
+        shift_cell("rest", 0.03, excess=surer),
+        shift_cell("stamp", 0.072),
+        shift_cell("small", 0.004),
+    )
+    judged = verdict(rule_verdict("corner", Outcome.PASS, 0.001))
+    told = " ".join(unescape(render(comparison(cells), judged)).split())
+    assert "No rule judges 'stamp' (+.072), 'rest' (+.030), which moved by more than harmless" in told
+    assert "'small' (" not in told
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"replicate_kinds": ("seed", "seed")},
+        {"replicate_kinds": ("tail",) * 5},
+        {"mismatches": ("dtype",)},
+        {"cells": (shift_cell("corner", 0.07),)},
+        {"cells": (shift_cell("stamp", 0.07, excess=None),)},
+        {"cells": (shift_cell("stamp", 0.07, excess=ReplicateTest(0.07, 2.0, 0.06, None, 0.1, 5)),)},
+    ],
+)
+def test_unjudged_regions_are_told_only_where_an_excess_rule_could_fail(changes: dict[str, object]) -> None:
+    judged = verdict(rule_verdict("corner", Outcome.PASS, 0.001))
+    made = comparison((shift_cell("stamp", 0.07),))
+    assert facts.unjudged(made, judged)
+    assert facts.unjudged(replace(made, **changes), judged) == ""  # type: ignore[arg-type]
