@@ -176,6 +176,22 @@ def within_of(rule: Rule, floor: Floor) -> float:
 # --- what would settle an INCONCLUSIVE rule ---------------------------------------------------
 
 
+def needed_where_undefined(cell: Cell) -> str:
+    """Return which probes would define a cell that has no value.
+
+    Examples
+    --------
+    >>> needed_where_undefined(Cell("spearman", "*"))
+    'probes in which it is defined'
+    """
+    if cell.region in {"*", "special", "first"}:
+        return "probes in which it is defined"
+    return (
+        "probes in which it has content that is read: not truncated away, and neither special tokens nor "
+        "position 0 of a causal model"
+    )
+
+
 def probes_needed(cell: Cell, low: float, high: float) -> str | None:
     """Return how many probes (or groups) bring the interval to one side of the limits.
 

@@ -20,6 +20,7 @@ from audit.verdicts.floor import (
     covers_all,
     direction_of,
     floor_of,
+    needed_where_undefined,
     plural,
     probes_needed,
     replicates_needed,
@@ -166,8 +167,8 @@ def _open(cell: Cell, rule: Rule, comparison: Comparison, *, reason: str, needed
 def precheck(cell: Cell, rule: Rule, comparison: Comparison, policy: Policy) -> RuleVerdict | None:
     """Return the verdict of a cell that needs no test: undefined, identical, or too few probes."""
     if cell.value is None:
-        reason = cell.reason or f"{cell.measure} is undefined"
-        return _open(cell, rule, comparison, reason=reason, needed="probes in which it is defined")
+        undefined = cell.reason or f"{cell.measure} is undefined"
+        return _open(cell, rule, comparison, reason=undefined, needed=needed_where_undefined(cell))
     if _unmoved(cell, comparison) and cell.measure != "level":
         return identical(cell, rule, comparison)
     if everything := covers_all(cell):

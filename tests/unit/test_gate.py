@@ -488,6 +488,7 @@ def test_undefined_value_is_inconclusive_with_its_reason(rule):
     verdict = judge(comparison(empty), rule)
     expect(verdict, "INCONCLUSIVE", 4)
     assert verdict.rules[0].reason == "the region is missing in every probe"
+    assert "neither special tokens nor position 0 of a causal model" in str(verdict.rules[0].needed)
 
 
 def test_undefined_interval_is_inconclusive():
