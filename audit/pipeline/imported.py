@@ -99,7 +99,7 @@ def import_maps(
     given = list(read_maps_file(path))
     maps = _in_order(given, probes, path, normalize=normalize)
     try:
-        check_regions_match(regions, probes.probes)
+        check_regions_match(regions, probes.probes, boxes_in_text=True)
     except ValueError as error:
         raise ProbeError(f"{probes.source or path}: {error}") from None
     spec = _spec(name or path.stem, maps, probes, regions, method)

@@ -260,16 +260,23 @@ def count_matches(regions: Iterable[Region], probes: Iterable[Probe]) -> dict[st
     return counts
 
 
-def check_regions_match(regions: Iterable[Region], probes: Sequence[Probe]) -> dict[str, int]:
+def check_regions_match(
+    regions: Iterable[Region], probes: Sequence[Probe], *, boxes_in_text: bool = False
+) -> dict[str, int]:
     """Return :func:`count_matches`, and refuse regions that match nothing in any probe.
+
+    So do boxes where every probe is text alone, unless `boxes_in_text` says that its maps may be grids.
 
     Raises
     ------
     ValueError
         Naming every such region at once.
     """
+    regions = tuple(regions)
     counts = count_matches(regions, probes)
     empty = [name for name, count in counts.items() if count == 0]
+    if not boxes_in_text:
+        empty += _boxes_in_text(regions, probes)
     if empty:
         names = ", ".join(repr(name) for name in empty)
         raise ValueError(
@@ -277,3 +284,13 @@ def check_regions_match(regions: Iterable[Region], probes: Sequence[Probe]) -> d
             "mend its definition in [regions], or remove it"
         )
     return counts
+
+
+def _boxes_in_text(regions: Iterable[Region], probes: Sequence[Probe]) -> list[str]:
+    """Return the boxes where every probe is nothing but text."""
+    if any(
+        not isinstance(p.text, str) or p.image is not None or p.audio is not None or p.features is not None
+        for p in probes
+    ):
+        return []
+    return [region.name for region in regions if region.kind in {"box", "grid"}]
