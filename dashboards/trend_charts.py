@@ -86,11 +86,15 @@ def _references(held: Reference, colours: Palette) -> list[alt.Chart]:
 
 
 def _looks(found: Rows) -> alt.X:
-    """Return an axis of audits one after another, with their days: two may follow within a minute."""
+    """Return an axis of audits one after another, with their days, or the hours of a single day."""
     days = {str(row["look"]): f"{row['time'][8:10]}.{row['time'][5:7]}." for row in found}
+    title = "audits, oldest first (day.month.)"
+    if len(found) > 1 and len(set(days.values())) == 1:
+        title = f"audits of {next(iter(days.values()))}, oldest first (UTC)"
+        days = {str(row["look"]): row["time"][11:16] for row in found}
     return alt.X(
         "look:O",
-        title="audits, oldest first (day.month.)",
+        title=title,
         scale=alt.Scale(type="point", padding=0.5),
         axis=alt.Axis(labelExpr=f"{json.dumps(days)}[datum.value]", labelAngle=0, labelOverlap=True),
     )

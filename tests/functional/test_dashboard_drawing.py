@@ -296,3 +296,27 @@ def test_a_trend_draws_limits_control_limits_and_approvals():
     assert [{"low": -0.01, "high": 0.03}] in values
     assert [{"value": -0.02}, {"value": 0.02}] in values
     assert [{"look": 1, "by": "bob", "what": "all"}] in values
+
+
+@pytest.mark.parametrize(
+    ("times", "title", "label"),
+    [
+        (
+            ("2026-11-30T09:05:00", "2026-11-30T17:30:00"),
+            "audits of 30.11., oldest first (UTC)",
+            '"1": "17:30"',
+        ),
+        (
+            ("2026-11-30T09:05:00", "2026-12-01T09:05:00"),
+            "audits, oldest first (day.month.)",
+            '"1": "01.12."',
+        ),
+    ],
+)
+def test_audits_of_one_day_are_told_apart_by_their_hours(
+    times: tuple[str, str], title: str, label: str
+) -> None:
+    rows = [{"look": look, "time": time} for look, time in enumerate(times)]
+    axis = trend_charts._looks(rows).to_dict()
+    assert axis["title"] == title
+    assert label in axis["axis"]["labelExpr"]
