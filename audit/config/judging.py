@@ -69,7 +69,8 @@ class RuleSection(Section):
             warned = (low, high) if self.warn is None else limit_bounds(rule, self.warn)
         except ConfigError as error:
             raise ValueError(str(error)) from None
-        if (reason := _never(self.measure, low, high)) is not None:
+        reason = _never(self.measure, low, high)
+        if reason is not None and fail not in RANGES[self.measure]:  # whoever gives the very end wants none
             raise ValueError(f"fail = {fail:g} never fails: {reason}")
         if warned[0] < low or warned[1] > high:
             raise ValueError(
@@ -78,7 +79,7 @@ class RuleSection(Section):
 
     @model_validator(mode="after")
     def _reachable(self) -> Self:
-        if self.measure == "shift" and isinstance(self.within, float | int) and self.within >= 1:
+        if self.measure == "shift" and isinstance(self.within, float | int) and self.within > 1:
             raise ValueError(f"within = {self.within:g} allows everything: {_never('shift', -1, 1)}")
         return self
 

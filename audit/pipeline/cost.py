@@ -8,13 +8,26 @@ from statistics import fmean
 from audit.models import Estimate, estimate
 from audit.pipeline.plan import RunPlan
 from audit.pipeline.sources import load_probes
-from audit.records import Probe
+from audit.records import Method, Probe
 
 LONG_MINUTES = 1.0
 LARGE_GIGABYTES = 4.0
 CHARACTERS_A_TOKEN = 4.0
 PATCHES_AN_IMAGE = 197.0
 FRAMES_A_SECOND = 50.0
+ATTENTION_ALONE = 1.2
+PASSES = {
+    "gradient_rollout": 2.5,
+    "norms": 2.0,
+    "globenc": 2.0,
+    "alti": 6.0,
+    "input_x_gradient": 5.0,
+    "grad_cam": 5.0,
+    "lrp": 6.0,
+}
+"""Forward passes that a batch costs by method, as docs/methods.md states them; `passes` has the others."""
+STEPS, ORDERS, SETS = 32, 25, 500
+"""Steps of integrated gradients, orders of SHAP and sets of LIME, where none are asked for."""
 
 
 def capture_cost(plans: Sequence[RunPlan]) -> Estimate:
@@ -25,17 +38,40 @@ def capture_cost(plans: Sequence[RunPlan]) -> Estimate:
     plans : sequence of RunPlan
         Those that are still to be captured.
     """
-    costs = [
-        estimate(
-            plan.spec.checkpoint,
-            plan.n_probes,
-            fmean(rough_positions(probe) for probe in load_probes(plan.probes)),
-            dtype=plan.spec.settings.dtype,
-            device_type=plan.spec.settings.device_type,
-        )
-        for plan in plans
-    ]
+    costs = [_cost_of(plan) for plan in plans]
     return Estimate(max((one.gigabytes for one in costs), default=0.0), sum(one.minutes for one in costs))
+
+
+def _cost_of(plan: RunPlan) -> Estimate:
+    positions = fmean(rough_positions(probe) for probe in load_probes(plan.probes))
+    return estimate(
+        plan.spec.checkpoint,
+        plan.n_probes,
+        positions,
+        dtype=plan.spec.settings.dtype,
+        device_type=plan.spec.settings.device_type,
+        passes=passes(plan.spec.method, positions),
+    )
+
+
+def passes(method: Method, positions: float) -> float:
+    """Return about how many forward passes a batch of inputs of that length costs.
+
+    >>> passes(Method("rollout"), 64.0), passes(Method("occlusion"), 64.0)
+    (1.2, 64.0)
+    >>> passes(Method("shap", params={"samples": 10}), 64.0)
+    640.0
+    """
+    samples = method.params.get("samples")
+    if method.name in ("value_zeroing", "occlusion"):
+        return positions
+    if method.name == "integrated_gradients":
+        return 3.0 * float(method.params.get("steps", STEPS))
+    if method.name == "shap":
+        return positions * float(samples or ORDERS)
+    if method.name == "lime":
+        return float(samples or SETS)
+    return PASSES.get(method.name, ATTENTION_ALONE)
 
 
 def cost_note(plans: Sequence[RunPlan]) -> str | None:

@@ -402,7 +402,7 @@ def test_a_kernel_that_does_something_else_is_found_by_its_output() -> None:
 
     with (
         kernel("sdpa", sharper),
-        pytest.raises(CaptureError, match=r"layer.0.attention.self: captured attention times"),
+        pytest.raises(CaptureError, match=r"layer.0.attention.self: its weights times"),
     ):
         list(capture(subject, text_probes()))
 
@@ -418,7 +418,7 @@ def test_hooked_values_reproduce_the_output_of_a_layer_off_the_interface() -> No
         assert call.value is not None
         check_values(call, valid)
         swapped = AttentionCall(call.path, call.weights.flip(1), call.output, call.value)
-        with pytest.raises(CaptureError, match="attention times values differs"):
+        with pytest.raises(CaptureError, match="its weights times its values differ"):
             check_values(swapped, valid)
 
 

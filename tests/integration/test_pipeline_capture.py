@@ -15,8 +15,8 @@ from audit.errors import CheckpointError, ProbeError
 from audit.pipeline import capture_all, capture_run, plan_audit, plan_run, run_audit
 from audit.pipeline import loader as loading
 from audit.pipeline.capture import missing_shards
-from audit.pipeline.cost import cost_note
-from audit.records import Outcome
+from audit.pipeline.cost import ATTENTION_ALONE, capture_cost, cost_note
+from audit.records import Method, Outcome
 from audit.store import Store
 from tests import tiny_audits as tiny
 from tests.tiny_audits import LIMIT, REGIONS, files_below, write_config
@@ -207,6 +207,9 @@ def test_a_long_capture_is_announced_with_its_cost(project, models):
     assert "2 runs on cpu" in note
     assert "6.6 GB" in note
     assert " min" in note
+    slow = replace(plan, spec=replace(plan.spec, method=Method("occlusion")))
+    positions = capture_cost([slow]).minutes / (capture_cost([plan]).minutes / ATTENTION_ALONE)
+    assert 4 < positions < 40  # of the probes: one pass for each
 
 
 def test_a_rule_on_a_layer_or_stream_that_is_not_there_never_passes(project, models):

@@ -99,12 +99,12 @@ within = "3 sd"
             "fail = 30 never fails: level lies from 0 to 1",
         ),
         (
-            "[[gate.rules]]\nregion='*'\nkind='limit'\nmeasure='js_distance'\nfail=1\n",
-            "fail = 1 never fails",
+            "[[gate.rules]]\nregion='*'\nkind='limit'\nmeasure='js_distance'\nfail=2\n",
+            "fail = 2 never fails",
         ),
         (
-            "[[gate.rules]]\nregion='*'\nkind='limit'\nmeasure='cosine_similarity'\nfail=0\n",
-            "fail = 0 never fails",
+            "[[gate.rules]]\nregion='*'\nkind='limit'\nmeasure='total_variation'\nfail=50\n",
+            "fail = 50 never fails",
         ),
         ("[[gate.rules]]\nregion='a'\nkind='excess'\nwithin=2\n", "within = 2 allows everything"),
         (

@@ -92,14 +92,31 @@ def check_values(call: AttentionCall, valid: Tensor) -> None:
     rows = valid[:, :, None, None]
     output = call.output.to(weights.dtype).reshape(again.shape)
     error = torch.where(rows, (again - output).abs(), torch.zeros_like(again)).amax()
-    scale = torch.where(rows, output.abs(), torch.zeros_like(again)).amax().clamp_min(1e-6)
-    tolerance = VALUE_TOLERANCE[call.output.dtype]
-    if not error <= tolerance * scale:
-        raise CaptureError(
-            f"attention layer {call.path}: captured attention times values differs from the "
-            "layer's own output by "
-            f"{float(error / scale):.3g}, allowed {tolerance:g}; its attention is not the one captured"
-        )
+    scale = torch.where(rows, output.abs(), torch.zeros_like(again)).amax()
+    require_close(call.path, error, scale, call.output.dtype)
+
+
+def require_close(path: str, error: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
+    """Raise CaptureError where attention × values is further from a layer's output than rounding allows.
+
+    Parameters
+    ----------
+    path : str
+        Of the layer.
+    error, scale : Tensor ()
+        Largest difference, and largest output.
+    dtype : torch.dtype
+        Of the layer's output.
+    """
+    scale, tolerance = scale.clamp_min(1e-6), VALUE_TOLERANCE[dtype]
+    if error <= tolerance * scale:
+        return
+    name = str(dtype).removeprefix("torch.")
+    remedy = f', or {name} rounds too much: set dtype = "float32"' if tolerance > 1e-3 else ""
+    raise CaptureError(
+        f"attention layer {path}: its weights times its values differ from its own output by "
+        f"{float(error / scale):.3g}, allowed {tolerance:g}; its attention is not the one captured{remedy}"
+    )
 
 
 def check_counts(plan: CapturePlan, called: Counter[str], seen: Counter[str], expected: int | None) -> None:

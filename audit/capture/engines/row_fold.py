@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from audit.capture.attention.check import VALUE_TOLERANCE
+from audit.capture.attention.check import require_close
 from audit.capture.attention.interface import KernelCall
 from audit.capture.attention.layers import CapturePlan
 from audit.capture.attention.scratch import Scratch
@@ -29,7 +29,6 @@ from audit.capture.engines.query_blocks import block_weights, laid_out, may_empt
 from audit.capture.engines.region_forward import sees_no_future
 from audit.capture.engines.row_backward import kernel_calls, step_down, widened
 from audit.capture.engines.settings import MEASURED, ROLLOUT, FoldSettings
-from audit.errors import CaptureError
 
 LEAST_POSITIONS = 256
 """From this length on, rows cost less than the n × n map."""
@@ -135,10 +134,4 @@ def check_blocks(call: KernelCall, output: Tensor, valid: Tensor) -> None:
         zero = torch.zeros_like(part)
         error = torch.maximum(error, torch.where(rows, (again - part).abs(), zero).amax())
         scale = torch.maximum(scale, torch.where(rows, part.abs(), zero).amax())
-    tolerance = VALUE_TOLERANCE[output.dtype]
-    if not error <= tolerance * scale.clamp_min(1e-6):
-        raise CaptureError(
-            f"attention layer {call.path}: its weights times its values differ from its own output by "
-            f"{float(error / scale.clamp_min(1e-6)):.3g}, allowed {tolerance:g}; its attention is not the "
-            "one captured"
-        )
+    require_close(call.path, error, scale, output.dtype)
