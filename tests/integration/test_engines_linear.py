@@ -219,6 +219,7 @@ def dense_rows(
 @pytest.mark.parametrize(("family", "side"), [("bert", "right"), ("gpt2", "left"), ("llama", "right")])
 def test_rows_equal_the_dense_engine(family, side, params, rows, block, monkeypatch):
     monkeypatch.setattr(query_blocks, "BLOCK_ENTRIES", block)
+    monkeypatch.setattr(query_blocks, "FEWEST_QUERIES", 1)
     subject, tensors, valid = padded_case(family, side)
     torch.manual_seed(1)
     read = torch.rand(2, rows, valid.shape[1]) * valid[:, None]

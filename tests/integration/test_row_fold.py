@@ -61,6 +61,7 @@ def rows_only(monkeypatch: pytest.MonkeyPatch) -> list[RowFold]:
     monkeypatch.setattr(method_pass, "RowFold", Noted)
     monkeypatch.setattr(method_pass, "SplitRowFold", NotedSplit)
     monkeypatch.setattr(query_blocks, "BLOCK_ENTRIES", 64)
+    monkeypatch.setattr(query_blocks, "FEWEST_QUERIES", 1)
     return made
 
 

@@ -38,6 +38,7 @@ def rows_only(monkeypatch: pytest.MonkeyPatch) -> list[SplitRowFold]:
     monkeypatch.setattr(split_rows, "LEAST_SPLIT", 1)
     monkeypatch.setattr(method_pass, "SplitRowFold", Noted)
     monkeypatch.setattr(query_blocks, "BLOCK_ENTRIES", 64)
+    monkeypatch.setattr(query_blocks, "FEWEST_QUERIES", 1)
     monkeypatch.setattr(contributions, "BLOCK_ENTRIES", 256)
     return made
 

@@ -73,7 +73,7 @@ class Scratch:
         heads, batch, queries, _ = query.shape
         group = heads // len(key)
         room = self._take((heads, batch, queries, key.shape[2]), dtype)
-        if batch < HEAD_BY_HEAD or key.is_contiguous():  # laid out already, as blocks of queries have it
+        if batch < HEAD_BY_HEAD or key.mT.is_contiguous():  # laid out already, as blocks of queries have it
             key = key.repeat_interleave(group, dim=0) if group > 1 else key
             rows, columns, flat = (t.reshape(-1, *t.shape[2:]) for t in (query, key, room))
             torch.baddbmm(flat, rows, columns.transpose(1, 2), beta=0, alpha=scale, out=flat)

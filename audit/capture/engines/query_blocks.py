@@ -6,12 +6,12 @@ attention of a layer. Head fusion by max or min, discarding and top-k act on eac
 .. math:: (rF)_k = \sum_q r_q F_{qk} = \sum_{\text{blocks } B}\; \sum_{q\in B} r_q F_{qk},
 
 so F is needed for one block of queries at a time: softmax of the block, fuse, prune, renormalise, add.
-Memory is head × block × n, and a block that stays in the processor's cache makes one row about as cheap
-as one call of the fused kernel. Where heads are averaged and nothing is pruned, F need not be formed:
-r·F = mean_h r·A^h. Queries on which no row draws are left out, unless rows that pruning leaves empty are
-counted: an output row of one position costs one row of the last layer. Soft-capped scores, position bias,
-masks and learned sinks are those of :func:`audit.capture.attention.weights.attention_weights`; a sink is a
-position that draws on itself alone.
+Memory is head × block × n, probe after probe; a block, and the keys of its probe, that stay in the
+processor's cache make one row about as cheap as one call of the fused kernel. Where heads are averaged and
+nothing is pruned, F need not be formed: r·F = mean_h r·A^h. Queries on which no row draws are left out,
+unless rows that pruning leaves empty are counted: an output row of one position costs one row of the last
+layer. Soft-capped scores, position bias, masks and learned sinks are those of
+:func:`audit.capture.attention.weights.attention_weights`; a sink is a position that draws on itself alone.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from audit.methods.fusion import fuse_heads_counted
 
 BLOCK_ENTRIES = 2**20
 """Weights (batch × head × query × key) of one block of queries: 4 MB in float32."""
+FEWEST_QUERIES = 32
+"""Of a block, however long the input: each block reads all keys, and fewer queries do not repay that."""
 FEW_ROWS = 2
 """Up to so many rows are multiplied with each head; more with the mean of the heads, formed once."""
 
@@ -77,23 +79,24 @@ def rows_by_blocks(
     if rows.shape[2] > n:
         found[..., n] = rows[..., n]
     scratch, counted = Scratch(), empty_rows if may_empty(settings) else None
-    for block in query_blocks(call):
-        weighed = rows[..., block]
-        if counted is None and not bool(weighed.any()):
-            continue
-        weights = block_weights(call, block, scratch)
-        if not bool(valid[:, block].all()):
-            weights = weights.masked_fill(~valid[:, None, block, None], 0.0)
-        part, empty = _times_fused(weights, weighed.to(weights.dtype), settings, layer, block.start)
-        found[..., : part.shape[2]] += part
-        if counted is not None:
-            counted += empty - (~valid[:, block]).sum(dim=1)
+    for probe, one in single_probes(call):
+        for block in query_blocks(one):
+            weighed, pads = rows[probe, :, block], ~valid[probe, block]
+            if counted is None and not bool(weighed.any()):
+                continue
+            weights = block_weights(one, block, scratch)
+            if bool(pads.any()):
+                weights = weights.masked_fill(pads[:, None, :, None], 0.0)
+            part, empty = _times_fused(weights, weighed.to(weights.dtype), settings, layer, block.start)
+            found[probe, :, : part.shape[2]] += part
+            if counted is not None:
+                counted[probe] += empty - pads.sum(dim=1)
     _check_sums(call, found, rows)
     return found
 
 
 def laid_out(call: KernelCall) -> KernelCall:
-    """Return the call with queries and keys as blocks are computed from: head after head, in float32.
+    """Return the call as blocks are computed from it: head after head, in float32, keys along their length.
 
     Otherwise every block would copy and convert all keys again.
     """
@@ -101,14 +104,29 @@ def laid_out(call: KernelCall) -> KernelCall:
     key = call.key.to(dtype)
     if key.shape[1] != call.query.shape[1]:
         key = key.repeat_interleave(call.query.shape[1] // key.shape[1], dim=1)
-    query, key = (t.transpose(0, 1).contiguous().transpose(0, 1) for t in (call.query.to(dtype), key))
+    query = call.query.to(dtype).transpose(0, 1).contiguous().transpose(0, 1)
+    key = key.permute(1, 0, 3, 2).contiguous().permute(1, 0, 3, 2)
     return replace(call, query=query, key=key)
 
 
+def single_probes(call: KernelCall) -> Iterator[tuple[slice, KernelCall]]:
+    """Yield the call of each probe of a batch, whose keys a cache holds from block to block."""
+    batch = len(call.query)
+    for i in range(batch):
+        probe = slice(i, i + 1)
+        mask, bias = (
+            t[probe] if t is not None and t.dim() == 4 and len(t) == batch else t
+            for t in (call.mask, call.options.get("position_bias"))
+        )
+        query, key, value = call.query[probe], call.key[probe], call.value[probe]
+        options = {**call.options, "position_bias": bias}
+        yield probe, replace(call, query=query, key=key, value=value, mask=mask, options=options)
+
+
 def query_blocks(call: KernelCall) -> Iterator[slice]:
-    """Yield the blocks of queries of a call, each of at most BLOCK_ENTRIES weights."""
+    """Yield the blocks of queries of a call: BLOCK_ENTRIES weights each, or FEWEST_QUERIES."""
     batch, heads, n, _ = call.query.shape
-    size = max(1, BLOCK_ENTRIES // (batch * heads * call.key.shape[2]))
+    size = max(FEWEST_QUERIES, BLOCK_ENTRIES // (batch * heads * call.key.shape[2]))
     for start in range(0, n, size):
         yield slice(start, min(start + size, n))
 
