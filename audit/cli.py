@@ -261,12 +261,15 @@ def dashboard(
 
     _need("streamlit", "dashboard")
     page = Path(dashboards.__file__).with_name("app.py")
-    environment = {**os.environ, "ROLLOUT_AUDIT_STORE": str(Path(store or DEFAULT_STORE).resolve())}
+    folder = Path(store or DEFAULT_STORE).resolve()
+    environment = {**os.environ, "ROLLOUT_AUDIT_STORE": str(folder)}
     if config:
         environment["ROLLOUT_AUDIT_CONFIGS"] = os.pathsep.join(str(path.resolve()) for path in config)
     command = [sys.executable, "-P", "-m", "streamlit", "run", str(page), f"--server.port={port}"]
     options = ["--server.address=127.0.0.1", "--browser.gatherUsageStats=false", "--server.headless=true"]
     _require_free(port)
+    if not folder.is_dir():
+        note(f"{folder} does not exist yet; the dashboard shows what audits write to it")
     note(f"dashboard: http://127.0.0.1:{port} (Ctrl-C ends it)")
     if os.name == "posix":  # the server takes this process's place, so that what ends the one ends the other
         os.execve(command[0], [*command, *options], environment)

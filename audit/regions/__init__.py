@@ -275,8 +275,12 @@ def check_regions_match(
     regions = tuple(regions)
     counts = count_matches(regions, probes)
     empty = [name for name, count in counts.items() if count == 0]
-    if not boxes_in_text:
-        empty += _boxes_in_text(regions, probes)
+    boxes = [] if boxes_in_text else _boxes_in_text(regions, probes)
+    if boxes:
+        raise ValueError(
+            f"region {', '.join(map(repr, boxes))} is a box or a grid, and every probe is text alone; give "
+            "the probes images or features, or remove it"
+        )
     if empty:
         names = ", ".join(repr(name) for name in empty)
         raise ValueError(

@@ -91,8 +91,8 @@ def _draw(first: int, answers: Sequence[Pair], found: Content) -> None:
     name = f"matrix-{found.probe.id[:60]}" + (f"-from-{first}" if first else "")
     what = f"Difference by generated token, {first} to {last}"
     legend = (
-        "Each row is one generated token: how much more (orange) or less (blue) it draws on each word of the "
-        "source, and on each token generated before it, after than before."
+        f"Each row is one generated token ({first} to {last}): how much more (orange) or less (blue) it "
+        "draws on each word of the source, and on each token generated before it, after than before."
     )
     downloads.chart(name, charts.row_matrix, cells, alt=what, notes=(name, legend))
     downloads.table(name, pl.DataFrame(cells))

@@ -11,9 +11,10 @@ from PIL import Image
 
 from audit.capture import capture
 from audit.capture.pairs.methods import methods_of
-from audit.errors import ExitCode
+from audit.errors import ExitCode, ProbeError
 from audit.models import load_checkpoint
 from audit.probes import read_probes
+from audit.records import Probe
 from audit.store import Store
 from tests import tiny_audits as tiny
 from tests.integration import test_co_attention as co_attention
@@ -108,10 +109,19 @@ def test_every_method_runs_on_few_probes(audit: Any, lxmert: Path, tmp_path: Pat
         assert without <= 4
 
 
+def test_text_alone_is_told_what_the_model_reads(lxmert: Path) -> None:
+    with pytest.raises(ProbeError, match="reads an image as features of the boxes of a detector; give"):
+        list(capture(load_checkpoint(str(lxmert / "base")), [Probe("p", text="was it good")]))
+
+
 @pytest.mark.parametrize(
     ("change", "code", "why"),
     [
-        ({"features": None}, ExitCode.PROBES, "reads an image as features of the boxes of a detector; give"),
+        (
+            {"features": None},
+            ExitCode.PROBES,
+            "'left' is a box or a grid, and every probe is text alone",
+        ),
         ({"features": "gone.npz"}, ExitCode.PROBES, "features 'gone.npz' does not exist in"),
         ({"features": "nan.npz"}, ExitCode.PROBES, "features hold NaN or infinite numbers"),
         ({"features": "wide.npz"}, ExitCode.PROBES, "have 8 numbers a region, the checkpoint takes 16"),

@@ -36,15 +36,17 @@ def within(seconds: float, port: int, wanted: bool) -> bool:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals of POSIX")
-def test_a_terminated_command_leaves_no_server_behind(tmp_path: Path) -> None:
+def test_a_terminated_command_leaves_no_server_behind_and_says_that_the_store_is_new(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    (tmp_path / "store").mkdir()
     command = [sys.executable, "-m", "audit", "dashboard", "--store", "store", "--port", str(port)]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    said = tmp_path / "said"
+    with said.open("w") as stream:
+        process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=stream)
     try:
         assert within(120, port, True)
+        assert f"{tmp_path / 'store'} does not exist yet" in said.read_text()
         process.send_signal(signal.SIGTERM)
         process.wait(timeout=30)
         assert within(10, port, False)
