@@ -47,6 +47,12 @@ TARGETED = ATTRIBUTION | {"gradient_rollout"}
 LEAST = {"top_k": 1, "start_layer": 0, "head": 0, "steps": 2, "samples": 2, "seed": 0}
 """Smallest value of each parameter that is a whole number."""
 
+STEPS = 32
+"""Steps of integrated gradients, where none are asked for."""
+
+SAMPLES: Mapping[str, int] = {"shap": 25, "lime": 500}
+"""Orders of the positions for SHAP, perturbed inputs for LIME, where none are asked for."""
+
 CHOICES = {"head_fusion": ("mean", "max", "min", "weighted"), "form": ("relevance", "product")}
 """Values of each parameter that is a name."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
+from audit._method_parameters import SAMPLES, STEPS
 from audit.models import Estimate, estimate
 from audit.pipeline.plan import RunPlan
 from audit.pipeline.sources import load_probes
@@ -26,8 +27,6 @@ PASSES = {
     "lrp": 6.0,
 }
 """Forward passes that a batch costs by method, as docs/methods.md states them; `passes` has the others."""
-STEPS, ORDERS, SETS = 32, 25, 500
-"""Steps of integrated gradients, orders of SHAP and sets of LIME, where none are asked for."""
 
 
 def capture_cost(plans: Sequence[RunPlan]) -> Estimate:
@@ -62,15 +61,15 @@ def passes(method: Method, positions: float) -> float:
     >>> passes(Method("shap", params={"samples": 10}), 64.0)
     640.0
     """
-    samples = method.params.get("samples")
+    samples = float(method.params.get("samples") or SAMPLES.get(method.name, 1))
     if method.name in ("value_zeroing", "occlusion"):
         return positions
     if method.name == "integrated_gradients":
         return 3.0 * float(method.params.get("steps", STEPS))
     if method.name == "shap":
-        return positions * float(samples or ORDERS)
+        return positions * samples
     if method.name == "lime":
-        return float(samples or SETS)
+        return samples
     return PASSES.get(method.name, ATTENTION_ALONE)
 
 

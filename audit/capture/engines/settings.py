@@ -6,15 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from audit._method_parameters import ATTRIBUTION, TARGETED, check_method, check_values
+from audit._method_parameters import ATTRIBUTION, SAMPLES, STEPS, TARGETED, check_method, check_values
 from audit.errors import ConfigError
 from audit.records import Method
 
 ROLLOUT, RAW, PER_HEAD, FLOW = "rollout", "raw_attention", "per_head_rollout", "attention_flow"
 GRADIENT = "gradient_rollout"
 VALUE_AWARE = frozenset({"norms", "globenc", "alti", "value_zeroing"})
-SAMPLES: Mapping[str, int] = {"shap": 25, "lime": 500}
-"""Orders of the positions for SHAP, perturbed inputs for LIME."""
 MEASURED = "measured"
 __all__ = [
     "ATTRIBUTION",
@@ -41,7 +39,7 @@ class FoldSettings:
     head: int | None = None
     same_head: bool = False
     form: Literal["relevance", "product"] = "relevance"
-    steps: int = 32
+    steps: int = STEPS
     samples: int | None = None
     seed: int = 0
     max_seconds: float = 300.0
