@@ -99,24 +99,24 @@ def _shared_pass(
 ) -> tuple[list[BatchFold], Any]:
     first, tensors = sessions[0], stack(batch)
     read, valid = inputs_of(first, batch, tensors)
-    folds: list[BatchFold] = [_fold_of(one, read, valid) for one in sessions]
+    folds: list[BatchFold] = [_fold_of(one, read, valid, scratch) for one in sessions]
     by_rows = [one for one in folds if isinstance(one, RowFold)]
     whole = [one for one in folds if not isinstance(one, RowFold)]
     model, plan, keep_logits, outputs = first.checkpoint.model, first.plan, first.keep_logits, None
     if whole:
         outputs = fold_batch(model, plan, tensors, _Folds(whole), keep_logits=keep_logits, scratch=scratch)
     if by_rows:
-        calls, outputs = kernel_calls(model, plan, tensors, keep_logits=keep_logits)
+        calls, outputs = kernel_calls(model, plan, tensors, keep_logits=keep_logits, scratch=scratch)
         for one in by_rows:
             one.carry([*calls])
     return folds, outputs
 
 
-def _fold_of(session: Session, read: Tensor, valid: Tensor) -> BatchFold:
+def _fold_of(session: Session, read: Tensor, valid: Tensor, scratch: Scratch) -> BatchFold:
     """Return the fold that the session's method takes alone for probes of this length."""
-    by_rows = rows_suffice(session.fold, session.plan, read.shape[1])
-    fold = RowFold if by_rows else weight_fold(session.fold)
-    return (fold or BatchFold)(session.fold, read, valid)
+    if rows_suffice(session.fold, session.plan, read.shape[1]):
+        return RowFold(session.fold, read, valid, scratch)
+    return (weight_fold(session.fold) or BatchFold)(session.fold, read, valid)
 
 
 class _Folds(BatchFold):

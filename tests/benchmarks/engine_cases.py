@@ -40,6 +40,7 @@ class Subject:
     read: Tensor
     valid: Tensor
     plan: CapturePlan = field(init=False)
+    scratch: Scratch = field(default_factory=Scratch)
 
     def __post_init__(self) -> None:
         self.plan = plan_capture(self.model)
@@ -92,7 +93,7 @@ def eager(one: Subject) -> Tensor:
 
 def streaming(one: Subject) -> Tensor:
     fold = BatchFold(FoldSettings(), one.read, one.valid)
-    fold_batch(one.model, one.plan, one.tensors, fold, scratch=Scratch())
+    fold_batch(one.model, one.plan, one.tensors, fold, scratch=one.scratch)
     return fold.final_row()
 
 
@@ -108,29 +109,31 @@ def regions(one: Subject) -> Tensor:
 
 
 def row(one: Subject) -> Tensor:
-    return row_batch(one.model, one.plan, one.tensors, one.read[:, None], one.valid, settings=FoldSettings())[
-        0
-    ][:, 0]
+    return rows_of(one, one.read[:, None], FoldSettings())[:, 0]
+
+
+def rows_of(one: Subject, read: Tensor, settings: FoldSettings) -> Tensor:
+    return row_batch(
+        one.model, one.plan, one.tensors, read, one.valid, settings=settings, scratch=one.scratch
+    )[0]
 
 
 def many_rows(one: Subject) -> Tensor:
-    read = one.read[:, None].expand(-1, 64, -1)
-    return row_batch(one.model, one.plan, one.tensors, read, one.valid, settings=FoldSettings())[0][:, 0]
+    return rows_of(one, one.read[:, None].expand(-1, 64, -1), FoldSettings())[:, 0]
 
 
 def pruned_row(fusion: dict[str, Any]) -> Engine:
     """Return the engine of one row with heads fused or pruned row by row."""
 
     def run(one: Subject) -> Tensor:
-        settings = FoldSettings(fusion=fusion)
-        return row_batch(one.model, one.plan, one.tensors, one.read[:, None], one.valid, settings=settings)[0]
+        return rows_of(one, one.read[:, None], FoldSettings(fusion=fusion))
 
     return run
 
 
 def stored(one: Subject) -> Tensor:
     """Return the output row, and on the way what a run stores: that of each layer, and the collapse."""
-    fold = RowFold(FoldSettings(), one.read, one.valid)
+    fold = RowFold(FoldSettings(), one.read, one.valid, one.scratch)
     row_fold_batch(one.model, one.plan, one.tensors, fold)
     fold.diagnostics()
     return fold.final_row()
@@ -141,7 +144,7 @@ def norms(one: Subject) -> Tensor:
     part = {name: tensor[:1, :256] for name, tensor in one.tensors.items()}
     with exclusive(one.model, one.plan.configs):
         blocks = find_blocks(one.model, one.plan, part)
-    fold = SplitRowFold(FoldSettings(method="norms"), one.read, one.valid)
+    fold = SplitRowFold(FoldSettings(method="norms"), one.read, one.valid, one.scratch)
     split_row_batch(one.model, one.plan, blocks, one.tensors, fold)
     return fold.final_row()
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import audit
-from audit.capture.attention.interface import Replacing, interface_capture
+from audit.capture.attention.interface import KernelCall, Replacing, interface_capture
 from audit.capture.attention.layers import plan_capture
 from audit.capture.attention.passes import exclusive, fold_batch, run_model
 from audit.capture.engines import query_blocks
@@ -228,6 +228,71 @@ def test_rows_equal_the_dense_engine(family, side, params, rows, block, monkeypa
     plan = plan_capture(core_model(subject.model))
     found, _ = row_batch(subject.model, plan, tensors, read, valid, settings=settings)
     np.testing.assert_allclose(found, dense_rows(family, tensors, read, valid, settings), atol=1e-5)
+
+
+@pytest.mark.parametrize("params", VARIANTS, ids=str)
+@pytest.mark.parametrize(("family", "side"), [("bert", "right"), ("gpt2", "left"), ("llama", "right")])
+def test_rows_that_draw_on_few_positions_equal_the_dense_engine(family, side, params):
+    subject, tensors, valid = padded_case(family, side)
+    positions = [row.nonzero()[:, 0] for row in valid]
+    read = torch.zeros(2, 2, valid.shape[1])
+    for sample, at in enumerate(positions):
+        read[sample, 0, at[-1]] = 1
+        read[sample, 1, at[[1, -2]]] = 0.5
+    settings = FoldSettings.from_method(Method("rollout", params=params))
+    plan = plan_capture(core_model(subject.model))
+    found, _ = row_batch(subject.model, plan, tensors, read, valid, settings=settings)
+    np.testing.assert_allclose(found, dense_rows(family, tensors, read, valid, settings), atol=1e-5)
+
+
+@pytest.mark.parametrize("masked", ["none", "causal", "one for all", "each its own"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"softcap": 2.0}, {"s_aux": torch.tensor([0.3, -1.0, 2.0, 0.0])}, {"position_bias": None}],
+    ids=["plain", "capped", "sink", "bias"],
+)
+@pytest.mark.parametrize("drawn", [1, 4, 12])
+def test_one_step_of_rows_equals_the_product_with_all_weights(options, masked, drawn, monkeypatch):
+    monkeypatch.setattr(query_blocks, "BLOCK_ENTRIES", 3 * 12 * 4)
+    monkeypatch.setattr(query_blocks, "FEWEST_QUERIES", 3)
+    torch.manual_seed(0)
+    n, module = 12, torch.nn.Module()
+    module.is_causal = masked == "causal"
+    query, key = torch.randn(2, 4, n, 8), torch.randn(2, 2, n, 8)
+    mask = None
+    if masked in ("one for all", "each its own"):
+        mask = torch.rand(1 if masked == "one for all" else 2, 1, n, n) < 0.6
+        mask |= torch.eye(n, dtype=torch.bool)
+    options = {**options, "scaling": 0.4}
+    if "position_bias" in options:
+        options["position_bias"] = torch.randn(1, 4, n, n)
+    call = KernelCall("layer", module, None, query, key, key, mask, options)
+    rows = torch.zeros(2, 3, n)
+    rows[:, :, torch.randperm(n)[:drawn]] = torch.rand(2, 3, drawn)
+    valid = torch.ones(2, n, dtype=torch.bool)
+    found = query_blocks.rows_by_blocks(call, rows, valid, FoldSettings(), 0)
+    expected = rows @ call.weights().mean(dim=1)
+    torch.testing.assert_close(found[..., : expected.shape[-1]], expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("drawn", "computed"), [([0], 1), ([0, 5, 9], 3), (range(12), 12), ([], 0)])
+def test_queries_on_which_no_row_draws_are_not_computed(drawn, computed, monkeypatch):
+    module, n = torch.nn.Module(), 12
+    module.is_causal = False
+    query = torch.randn(1, 2, n, 4)
+    call = KernelCall("layer", module, None, query, query, query, None, {})
+    rows = torch.zeros(1, 3, n)
+    rows[..., list(drawn)] = 1.0
+    seen, real = [], query_blocks.block_weights
+
+    def noted(call: Any, block: Any, scratch: Any = None) -> Any:
+        weights = real(call, block, scratch)
+        seen.append(weights.shape[2])
+        return weights
+
+    monkeypatch.setattr(query_blocks, "block_weights", noted)
+    query_blocks.rows_by_blocks(call, rows, torch.ones(1, n, dtype=torch.bool), FoldSettings(), 0)
+    assert sum(seen) == computed
 
 
 @pytest.mark.parametrize("rows", [1, 8, 11])

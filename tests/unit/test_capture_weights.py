@@ -102,6 +102,18 @@ def test_weights_in_lent_memory_are_the_same(masked: str, key_heads: int, copies
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
 
 
+def test_what_is_kept_under_a_name_lies_where_its_predecessor_lay():
+    scratch = Scratch()
+    first = scratch.keep("key 0", torch.arange(12.0).reshape(3, 4).T)
+    assert torch.equal(first, torch.arange(12.0).reshape(3, 4).T)
+    assert first.is_contiguous()
+    other = scratch.keep("key 1", torch.ones(4, 3))
+    smaller = scratch.keep("key 0", torch.zeros(2, 3))
+    assert smaller.data_ptr() == first.data_ptr() != other.data_ptr()
+    assert torch.equal(other, torch.ones(4, 3))
+    assert scratch.nbytes == 2 * 12 * 4
+
+
 def test_lent_memory_is_used_again_and_half_precision_gives_float32() -> None:
     query, key, _ = (t.to(torch.bfloat16) for t in tensors())
     scratch = Scratch()

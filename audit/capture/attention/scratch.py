@@ -1,4 +1,4 @@
-"""Attention weights in memory that is used again: fresh pages cost more than the numbers that fill them."""
+"""Memory that is used again from batch to batch: fresh pages cost more than the numbers that fill them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ them; smaller batches take one product of all heads, which copies them first but
 
 
 class Scratch:
-    """Room for the weights of one attention call at a time.
+    """Room for the weights of one attention call at a time, and for what is kept of a batch under a name.
 
     Who takes weights from here is done with them before the next call's are asked for. The room grows to
     the largest call and stays, head by head, so that weights are a view with its first axes exchanged; one
@@ -21,7 +21,7 @@ class Scratch:
     """
 
     def __init__(self) -> None:
-        self._room: dict[torch.dtype, Tensor] = {}
+        self._room: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def weights(
         self,
@@ -66,13 +66,34 @@ class Scratch:
             scores.masked_fill_(empty, 0.0)
         return scores
 
+    @property
+    def nbytes(self) -> int:
+        """Return how many bytes the room takes."""
+        return sum(room.nbytes for room in self._room.values())
+
+    def keep(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a contiguous copy of a tensor, good until the next one of this name is kept.
+
+        Other devices than the CPU, whose allocators keep their memory, get the tensor as it is.
+
+        Examples
+        --------
+        >>> scratch = Scratch()
+        >>> first = scratch.keep("key 0", torch.zeros(2, 3))
+        >>> scratch.keep("key 0", torch.ones(3, 2).T).data_ptr() == first.data_ptr()
+        True
+        """
+        if tensor.device.type != "cpu":
+            return tensor
+        return self._take(name, tensor.shape, tensor.dtype).copy_(tensor)
+
     def _scores(self, query: Tensor, key: Tensor, scale: float) -> Tensor:
         """Return scale · QKᵀ: (head, batch, query, key)."""
         dtype = torch.promote_types(query.dtype, torch.float32)
         query, key = query.to(dtype).transpose(0, 1), key.to(dtype).transpose(0, 1)
         heads, batch, queries, _ = query.shape
         group = heads // len(key)
-        room = self._take((heads, batch, queries, key.shape[2]), dtype)
+        room = self._take("weights", torch.Size((heads, batch, queries, key.shape[2])), dtype)
         if batch < HEAD_BY_HEAD or key.mT.is_contiguous():  # laid out already, as blocks of queries have it
             key = key.repeat_interleave(group, dim=0) if group > 1 else key
             rows, columns, flat = (t.reshape(-1, *t.shape[2:]) for t in (query, key, room))
@@ -83,11 +104,10 @@ class Scratch:
             torch.baddbmm(part, query[head], columns, beta=0, alpha=scale, out=part)
         return room
 
-    def _take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        size = torch.Size(shape).numel()
-        room = self._room.get(dtype)
+    def _take(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        size, room = shape.numel(), self._room.get((name, dtype))
         if room is None or room.numel() < size:
-            room = self._room[dtype] = torch.empty(size, dtype=dtype)
+            room = self._room[name, dtype] = torch.empty(size, dtype=dtype)
         return room[:size].view(shape)
 
 

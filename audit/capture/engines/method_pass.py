@@ -113,11 +113,12 @@ class Engine:
         if method in ATTRIBUTION:
             return self._attribution(batch, tensors, BatchFold(FoldSettings(), read, valid), verify)
         if rows_suffice(self.settings, self.plan, read.shape[1]):
-            by_rows = RowFold(self.settings, read, valid)
+            by_rows = RowFold(self.settings, read, valid, self._scratch)
             return by_rows, row_fold_batch(model, self.plan, tensors, by_rows, verify=verify, **options)
         fold = (weight_fold(self.settings) or BatchFold)(self.settings, read, valid)
         if split_rows_suffice(self.settings, self.plan, read.shape[1]):
-            split, blocks = SplitRowFold(self.settings, read, valid), self._find_blocks(batch[0])
+            split = SplitRowFold(self.settings, read, valid, self._scratch)
+            blocks = self._find_blocks(batch[0])
             return split, split_row_batch(model, self.plan, blocks, tensors, split, verify=verify, **options)
         if method == "value_zeroing":
             blocks = self._find_blocks(batch[0])

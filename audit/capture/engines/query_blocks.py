@@ -9,14 +9,15 @@ so F is needed for one block of queries at a time: softmax of the block, fuse, p
 Memory is head × block × n, probe after probe; a block, and the keys of its probe, that stay in the
 processor's cache make one row about as cheap as one call of the fused kernel. Where heads are averaged and
 nothing is pruned, F need not be formed: r·F = mean_h r·A^h. Queries on which no row draws are left out,
-unless rows that pruning leaves empty are counted: an output row of one position costs one row of the last
-layer. Soft-capped scores, position bias, masks and learned sinks are those of
+unless pruning may leave rows empty: an output row of one position costs one row of the last layer.
+Soft-capped scores, position bias, masks and learned sinks are those of
 :func:`audit.capture.attention.weights.attention_weights`; a sink is a position that draws on itself alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -45,6 +46,7 @@ def rows_by_blocks(
     layer: int,
     *,
     empty_rows: Tensor | None = None,
+    scratch: Scratch | None = None,
 ) -> Tensor:
     """Return r·F of one layer for each row r, F being its fused and pruned attention.
 
@@ -60,6 +62,8 @@ def rows_by_blocks(
         Whose weights of heads are taken.
     empty_rows : int Tensor (batch,), optional
         Where pruning may leave rows empty, their number is added here.
+    scratch : Scratch, optional
+        Where a block's weights may lie.
 
     Returns
     -------
@@ -78,19 +82,17 @@ def rows_by_blocks(
     found = rows.new_zeros(*rows.shape[:2], n + extra)
     if rows.shape[2] > n:
         found[..., n] = rows[..., n]
-    scratch, counted = Scratch(), empty_rows if may_empty(settings) else None
+    scratch, empties = scratch or Scratch(), may_empty(settings)
     for probe, one in single_probes(call):
-        for block in query_blocks(one):
+        for block in query_blocks(one) if empties else drawn_blocks(one, rows[probe]):
             weighed, pads = rows[probe, :, block], ~valid[probe, block]
-            if counted is None and not bool(weighed.any()):
-                continue
             weights = block_weights(one, block, scratch)
             if bool(pads.any()):
                 weights = weights.masked_fill(pads[:, None, :, None], 0.0)
-            part, empty = _times_fused(weights, weighed.to(weights.dtype), settings, layer, block.start)
+            part, empty = _times_fused(weights, weighed.to(weights.dtype), settings, layer, block)
             found[probe, :, : part.shape[2]] += part
-            if counted is not None:
-                counted[probe] += empty - pads.sum(dim=1)
+            if empties and empty_rows is not None:
+                empty_rows[probe] += empty - pads.sum(dim=1)
     _check_sums(call, found, rows)
     return found
 
@@ -101,12 +103,10 @@ def laid_out(call: KernelCall) -> KernelCall:
     Otherwise every block would copy and convert all keys again.
     """
     dtype = torch.promote_types(call.query.dtype, torch.float32)
-    key = call.key.to(dtype)
-    if key.shape[1] != call.query.shape[1]:
-        key = key.repeat_interleave(call.query.shape[1] // key.shape[1], dim=1)
-    query = call.query.to(dtype).transpose(0, 1).contiguous().transpose(0, 1)
-    key = key.permute(1, 0, 3, 2).contiguous().permute(1, 0, 3, 2)
-    return replace(call, query=query, key=key)
+    query, key = call.query.to(dtype).transpose(0, 1), call.key.to(dtype).permute(1, 0, 3, 2)
+    if len(key) != len(query):
+        key = key.repeat_interleave(len(query) // len(key), dim=0)
+    return replace(call, query=query.contiguous().transpose(0, 1), key=key.contiguous().permute(1, 0, 3, 2))
 
 
 def single_probes(call: KernelCall) -> Iterator[tuple[slice, KernelCall]]:
@@ -125,24 +125,53 @@ def single_probes(call: KernelCall) -> Iterator[tuple[slice, KernelCall]]:
 
 def query_blocks(call: KernelCall) -> Iterator[slice]:
     """Yield the blocks of queries of a call: BLOCK_ENTRIES weights each, or FEWEST_QUERIES."""
-    batch, heads, n, _ = call.query.shape
-    size = max(FEWEST_QUERIES, BLOCK_ENTRIES // (batch * heads * call.key.shape[2]))
+    n, size = call.query.shape[2], _block_size(call)
     for start in range(0, n, size):
         yield slice(start, min(start + size, n))
 
 
+def drawn_blocks(call: KernelCall, rows: Tensor) -> Iterator[slice | Tensor]:
+    """Yield blocks of the queries on which a row draws; of few queries their positions."""
+    n = call.query.shape[2]
+    drawn = rows[..., :n].flatten(0, 1).any(dim=0)
+    if 2 * int(drawn.sum()) > n:
+        yield from query_blocks(call)
+    else:
+        yield from torch.split(drawn.nonzero()[:, 0], _block_size(call)) if bool(drawn.any()) else ()
+
+
+def _block_size(call: KernelCall) -> int:
+    batch, heads = call.query.shape[:2]
+    return max(FEWEST_QUERIES, BLOCK_ENTRIES // (batch * heads * call.key.shape[2]))
+
+
 def _times_fused(
-    weights: Tensor, rows: Tensor, settings: FoldSettings, layer: int, start: int
+    weights: Tensor, rows: Tensor, settings: FoldSettings, layer: int, block: slice | Tensor
 ) -> tuple[Tensor, Tensor | int]:
     """Return r·F for a block of queries: (batch, row, key); and how many of them have no mass: (batch,)."""
     shares = settings.head_weights_of(layer)
-    if prunes(settings) or rows.shape[1] > FEW_ROWS:
-        fused, empty = fuse_heads_counted(weights, query_offset=start, head_weights=shares, **settings.fusion)
+    if prunes(settings):
+        offset = block.start if isinstance(block, slice) else None  # what is left out has no empty rows
+        fused, empty = fuse_heads_counted(
+            weights, query_offset=offset, head_weights=shares, **settings.fusion
+        )
         return rows @ fused, empty
-    heads = rows @ weights.transpose(0, 1)  # as they lie: (head, batch, row, key)
-    if shares is None:
-        return heads.mean(dim=0), 0
-    return torch.einsum("h,hbrk->brk", heads.new_tensor(shares), heads), 0
+    if rows.shape[1] > FEW_ROWS:
+        return rows @ _mean_of_heads(weights, shares), 0
+    return _mean_of_heads(rows[:, None] @ weights, shares), 0
+
+
+def _mean_of_heads(heads: Tensor, shares: Sequence[float] | None) -> Tensor:
+    """Return the mean over the heads, or with `shares` the weighted sum: (batch, row, key).
+
+    Equal groups of heads come first, one for each thread: a thread adds the heads that it wrote itself, and
+    caches exchange the groups' sums alone.
+    """
+    if shares is not None:
+        return torch.einsum("h,bhrk->brk", heads.new_tensor(shares), heads)
+    batch, count, *shape = heads.shape
+    groups = math.gcd(count, torch.get_num_threads())
+    return heads.view(batch, groups, count // groups, *shape).sum(dim=2).sum(dim=1).div_(count)
 
 
 def prunes(settings: FoldSettings) -> bool:
@@ -163,10 +192,11 @@ def _check_sums(call: KernelCall, found: Tensor, rows: Tensor) -> None:
         raise CaptureError(f"attention layer {call.path} has rows that sum to 1 ± {float(error):.3g}")
 
 
-def block_weights(call: KernelCall, block: slice, scratch: Scratch | None = None) -> Tensor:
+def block_weights(call: KernelCall, block: slice | Tensor, scratch: Scratch | None = None) -> Tensor:
     """Return the weights of a block of queries: (batch, head, query of the block, key).
 
-    With `scratch` they are good until it is asked for the next.
+    A block is a slice of the positions, or an int Tensor of them. With `scratch` its weights are good until
+    the next block's are asked for.
     """
     n, mask = call.query.shape[2], call.mask
     if mask is None and call.is_causal and n > 1:
@@ -184,7 +214,7 @@ def block_weights(call: KernelCall, block: slice, scratch: Scratch | None = None
     )
 
 
-def _rows_of(tensor: Tensor | None, block: slice, length: int) -> Tensor | None:
+def _rows_of(tensor: Tensor | None, block: slice | Tensor, length: int) -> Tensor | None:
     """Return the rows of a mask or bias; one that is the same for every query stays as it is."""
     if tensor is None or tensor.dim() < 2 or tensor.shape[-2] != length:
         return tensor

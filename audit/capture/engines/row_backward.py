@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from audit.capture.attention.interface import KernelCall
 from audit.capture.attention.layers import CapturePlan
 from audit.capture.attention.passes import attend_batch
+from audit.capture.attention.scratch import Scratch
 from audit.capture.engines.query_blocks import rows_by_blocks
 from audit.capture.engines.region_forward import fused_product, refusal, settings_refusal
 from audit.capture.engines.settings import MEASURED, ROLLOUT, FoldSettings
@@ -75,6 +76,7 @@ def row_batch(
     *,
     settings: FoldSettings,
     keep_logits: bool = False,
+    scratch: Scratch | None = None,
 ) -> tuple[Tensor, Any]:
     """Run one batch, then carry rows from its last layer down to the input.
 
@@ -87,6 +89,7 @@ def row_batch(
     valid : bool Tensor (batch, position)
     settings : FoldSettings
         ``rollout`` with constant residuals and any fusion or pruning of heads.
+    scratch : see :func:`kernel_calls`
 
     Returns
     -------
@@ -104,8 +107,9 @@ def row_batch(
         raise CaptureError(
             f"{settings.method} with residual {settings.residual} has no row engine; use capture"
         )
-    calls, outputs = kernel_calls(model, plan, tensors, keep_logits=keep_logits)
-    return _down(calls, settings, read, valid), outputs
+    scratch = scratch or Scratch()
+    calls, outputs = kernel_calls(model, plan, tensors, keep_logits=keep_logits, scratch=scratch)
+    return _down(calls, settings, read, valid, scratch), outputs
 
 
 def kernel_calls(
@@ -115,6 +119,7 @@ def kernel_calls(
     *,
     keep_logits: bool = False,
     check: Callable[[KernelCall, Tensor], None] | None = None,
+    scratch: Scratch | None = None,
 ) -> tuple[list[KernelCall], Any]:
     """Run one batch and keep the queries and keys of every layer, but no weights.
 
@@ -123,11 +128,14 @@ def kernel_calls(
     model, plan, tensors, keep_logits : see :func:`audit.capture.attention.passes.fold_batch`
     check : function of a KernelCall and its output, optional
         Called with each.
+    scratch : Scratch, optional
+        Where queries and keys may lie until the next batch.
 
     Returns
     -------
     calls : list of KernelCall
-        The first layer first; keys stand in the place of the values.
+        The first layer first, laid out for blocks of queries
+        (:func:`audit.capture.engines.query_blocks.laid_out`); keys stand in the place of the values.
     outputs
         The model's, the same to the last bit as without capture.
 
@@ -137,12 +145,16 @@ def kernel_calls(
         When a layer was missed.
     """
     calls: list[KernelCall] = []
+    room = scratch or Scratch()
 
     def attend(call: KernelCall) -> tuple[Tensor, Tensor | None]:
         output, weights = call.run()
         if check is not None:
             check(call, output)
-        calls.append(replace(call, value=call.key))  # values are not needed again
+        # As blocks of queries read them; values are not needed again.
+        query = room.keep(f"queries of call {len(calls)}", call.query.transpose(0, 1)).transpose(0, 1)
+        key = room.keep(f"keys of call {len(calls)}", call.key.permute(1, 0, 3, 2)).permute(1, 0, 3, 2)
+        calls.append(replace(call, query=query, key=key, value=key))
         return output, weights
 
     outputs = attend_batch(model, plan, tensors, attend, keep_logits=keep_logits)
@@ -163,6 +175,7 @@ def step_down(
     layer: int,
     *,
     empty_rows: Tensor | None = None,
+    scratch: Scratch | None = None,
 ) -> Tensor:
     """Return (1-ρ)·r·Ā + ρ·r for each row r: one layer's step towards the input.
 
@@ -176,7 +189,7 @@ def step_down(
         ``rollout`` with constant residuals and any fusion or pruning of heads.
     layer : int
         Whose residual and weights of heads are taken.
-    empty_rows : see :func:`audit.capture.engines.query_blocks.rows_by_blocks`
+    empty_rows, scratch : see :func:`audit.capture.engines.query_blocks.rows_by_blocks`
 
     Returns
     -------
@@ -186,7 +199,7 @@ def step_down(
         weights = settings.head_weights_of(layer)
         attended = rows_times_attention(call, rows, None if weights is None else rows.new_tensor(weights))
     else:
-        attended = rows_by_blocks(call, rows, valid, settings, layer, empty_rows=empty_rows)
+        attended = rows_by_blocks(call, rows, valid, settings, layer, empty_rows=empty_rows, scratch=scratch)
     return torch.lerp(attended, widened(rows, attended), settings.residual_of(layer))
 
 
@@ -195,8 +208,10 @@ def widened(rows: Tensor, like: Tensor) -> Tensor:
     return torch.nn.functional.pad(rows, (0, like.shape[2] - rows.shape[2]))
 
 
-def _down(calls: list[KernelCall], settings: FoldSettings, read: Tensor, valid: Tensor) -> Tensor:
+def _down(
+    calls: list[KernelCall], settings: FoldSettings, read: Tensor, valid: Tensor, scratch: Scratch
+) -> Tensor:
     rows = read.to(torch.promote_types(calls[0].query.dtype, torch.float32))
     for layer in range(len(calls) - 1, settings.start_layer - 1, -1):
-        rows = step_down(calls.pop(), rows, valid, settings, layer)
+        rows = step_down(calls.pop(), rows, valid, settings, layer, scratch=scratch)
     return rows

@@ -52,7 +52,20 @@ def countable(settings: FoldSettings) -> bool:
 
 
 class RowFold(BatchFold):
-    """The rows that a run stores of one batch, from the calls of all of its layers."""
+    """The rows that a run stores of one batch, from the calls of all of its layers.
+
+    Parameters
+    ----------
+    settings, read, valid : see :class:`audit.capture.engines.fold.BatchFold`
+    scratch : Scratch, optional
+        Whose memory is used; the next batch may have it again.
+    """
+
+    def __init__(
+        self, settings: FoldSettings, read: Tensor, valid: Tensor, scratch: Scratch | None = None
+    ) -> None:
+        super().__init__(settings, read, valid)
+        self.scratch = scratch or Scratch()
 
     def carry(self, calls: list[KernelCall]) -> None:
         """Take the calls of all layers, the first layer first, and leave the list empty.
@@ -76,7 +89,15 @@ class RowFold(BatchFold):
 
     def step(self, call: KernelCall, rows: Tensor, layer: int) -> Tensor:
         """Return r·Ã_l for each row r: (batch, row, key)."""
-        return step_down(call, rows, self.valid, self.settings, layer, empty_rows=self.empty_rows)
+        return step_down(
+            call,
+            rows,
+            self.valid,
+            self.settings,
+            layer,
+            empty_rows=self.empty_rows,
+            scratch=self.scratch,
+        )
 
     def _spread(self) -> Tensor:
         """Return rows of the identity, evenly spread over each probe's valid positions."""
@@ -113,7 +134,12 @@ def row_fold_batch(
         check_blocks(call, output, fold.valid)
 
     calls, outputs = kernel_calls(
-        model, plan, tensors, keep_logits=keep_logits, check=check if verify else None
+        model,
+        plan,
+        tensors,
+        keep_logits=keep_logits,
+        check=check if verify else None,
+        scratch=fold.scratch,
     )
     fold.carry(calls)
     return outputs

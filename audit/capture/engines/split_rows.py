@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from audit.capture.attention.interface import AttentionCall, KernelCall
 from audit.capture.attention.layers import CapturePlan
 from audit.capture.attention.passes import attend_batch
-from audit.capture.attention.scratch import Scratch
 from audit.capture.engines.blocks import Block
 from audit.capture.engines.contributions import LayerParts, LayerWatch, blocks_of
 from audit.capture.engines.query_blocks import block_weights, laid_out, rows_by_blocks
@@ -73,18 +72,24 @@ class SplitRowFold(RowFold):
             own = torch.nn.functional.pad(kept.residual, (0, rows.shape[2] - kept.residual.shape[1]))
             own = own[:, None].to(rows.dtype)
             attended = rows_by_blocks(
-                call, rows * (1 - own), self.valid, self.settings, layer, empty_rows=self.empty_rows
+                call,
+                rows * (1 - own),
+                self.valid,
+                self.settings,
+                layer,
+                empty_rows=self.empty_rows,
+                scratch=self.scratch,
             )
             return attended + widened(rows * own, attended)
         return self._split(laid_out(call), rows, kept)
 
     def _split(self, call: KernelCall, rows: Tensor, kept: _Layer) -> Tensor:
-        found, parts, scratch = torch.zeros_like(rows), kept.parts, Scratch()
+        found, parts = torch.zeros_like(rows), kept.parts
         if parts is None:
             raise CaptureError(f"attention layer {call.path}: nothing was kept of it")
         parts.written = self.watch.written(parts, call, kept.block)
         for one in blocks_of(parts.written):
-            given = AttentionCall(call.path, block_weights(call, one, scratch), call.value, call.value)
+            given = AttentionCall(call.path, block_weights(call, one, self.scratch), call.value, call.value)
             matrix = self.watch.rows_split(parts, given, kept.block, one, self.valid)
             matrix, empty = identity_where_empty(matrix * self.valid[:, one, None], query_offset=one.start)
             self.empty_rows += empty - (~self.valid[:, one]).sum(dim=1)
