@@ -183,7 +183,8 @@ class _Backward:
             weights = block_weights(_with_tensors(self.saved.call, leaves), rows)
         back = upstream.transpose(1, 2)  # (batch, head, query, dim)
         groups = weights.shape[1] // value.shape[1]
-        spread = value.detach().to(back.dtype).repeat_interleave(groups, dim=1)
+        spread = value.detach().to(back.dtype)
+        spread = spread.repeat_interleave(groups, dim=1) if groups > 1 else spread
         gradient = back @ spread.transpose(-1, -2)
         plain = weights.detach()[..., : gradient.shape[-1]]
         self.saved.fold.block(rows.start, plain, gradient)
@@ -191,9 +192,10 @@ class _Backward:
             summed = plain.to(back.dtype).transpose(-1, -2) @ back
             grouped = summed.reshape(len(summed), value.shape[1], groups, *summed.shape[2:])
             self._add(2, grouped.sum(dim=2))
-        # A sink has no value, so nothing pulls at it.
         extra = weights.shape[-1] - gradient.shape[-1]
-        self._back_to(leaves, weights, torch.nn.functional.pad(gradient, (0, extra)))
+        if extra:  # a sink has no value, so nothing pulls at it
+            gradient = torch.nn.functional.pad(gradient, (0, extra))
+        self._back_to(leaves, weights, gradient)
 
     def _back_to(self, leaves: Sequence[Tensor | None], weights: Tensor, gradient: Tensor) -> None:
         """Send the gradient of the weights back to what they were computed from."""
