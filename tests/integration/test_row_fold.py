@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from audit.capture.engines import method_pass, query_blocks, row_fold, split_row
 from audit.capture.engines.row_fold import RowFold, check_blocks
 from audit.capture.engines.split_rows import SplitRowFold
 from audit.errors import CaptureError
-from audit.records import Checkpoint, Map, Method, Probe
+from audit.records import CaptureSettings, Checkpoint, Map, Method, Probe
 from tests.integration.tiny_models import (
     build,
     checkpoint,
@@ -114,6 +115,21 @@ def test_rows_left_empty_are_counted_without_the_matrix(family, params, request)
     for one, other in zip(found, whole, strict=True):
         np.testing.assert_allclose(one.weights, other.weights, atol=2e-6)
         assert one.diagnostics["empty_rows"] == other.diagnostics["empty_rows"]
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+def test_batches_of_any_length_use_the_same_memory_one_after_the_other(family, request):
+    subject, texts = text_checkpoint(family), text_probes()
+    probes = [replace(texts[i], id=str(k)) for k, i in enumerate((3, 0, 1, 3, 2, 0, 3, 1))]
+    settings = CaptureSettings(batch_tokens=16)  # so that most batches are one probe
+    whole = list(audit.compute_maps(subject, probes, settings=settings))
+    made = request.getfixturevalue("rows_only")
+    found = list(audit.compute_maps(subject, probes, settings=settings))
+    assert len({one.read.shape[1] for one in made}) > 1
+    assert len({id(one.scratch) for one in made}) < len(made) / 2
+    for one, other in zip(found, whole, strict=True):
+        np.testing.assert_allclose(one.weights, other.weights, atol=2e-6)
+        np.testing.assert_allclose(one.layers, other.layers, atol=2e-6)
 
 
 def test_depth_collapse_from_every_row_is_that_of_the_matrix(request, monkeypatch):
