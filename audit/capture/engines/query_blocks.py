@@ -109,6 +109,17 @@ def laid_out(call: KernelCall) -> KernelCall:
     return replace(call, query=query.contiguous().transpose(0, 1), key=key.contiguous().permute(1, 0, 3, 2))
 
 
+def kept_call(call: KernelCall, scratch: Scratch, number: int) -> KernelCall:
+    """Return the `number`-th call of a batch without its values, queries and keys copied as blocks read them.
+
+    They lie in `scratch` until the call of this number of the next batch; keys stand in the place of the
+    values. Keys of grouped queries and half precision are kept as they are, for :func:`laid_out`.
+    """
+    query = scratch.keep(f"queries of call {number}", call.query.transpose(0, 1)).transpose(0, 1)
+    key = scratch.keep(f"keys of call {number}", call.key.permute(1, 0, 3, 2)).permute(1, 0, 3, 2)
+    return replace(call, query=query, key=key, value=key)
+
+
 def single_probes(call: KernelCall) -> Iterator[tuple[slice, KernelCall]]:
     """Yield the call of each probe of a batch, whose keys a cache holds from block to block."""
     batch = len(call.query)

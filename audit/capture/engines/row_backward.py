@@ -17,7 +17,6 @@ about one forward call, and any layer that the fused kernel cannot express goes 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from audit.capture.attention.interface import KernelCall
 from audit.capture.attention.layers import CapturePlan
 from audit.capture.attention.passes import attend_batch
 from audit.capture.attention.scratch import Scratch
-from audit.capture.engines.query_blocks import rows_by_blocks
+from audit.capture.engines.query_blocks import kept_call, rows_by_blocks
 from audit.capture.engines.region_forward import fused_product, refusal, settings_refusal
 from audit.capture.engines.settings import MEASURED, ROLLOUT, FoldSettings
 from audit.errors import CaptureError
@@ -134,8 +133,7 @@ def kernel_calls(
     Returns
     -------
     calls : list of KernelCall
-        The first layer first, laid out for blocks of queries
-        (:func:`audit.capture.engines.query_blocks.laid_out`); keys stand in the place of the values.
+        The first layer first, each as :func:`audit.capture.engines.query_blocks.kept_call` keeps it.
     outputs
         The model's, the same to the last bit as without capture.
 
@@ -151,10 +149,7 @@ def kernel_calls(
         output, weights = call.run()
         if check is not None:
             check(call, output)
-        # As blocks of queries read them; values are not needed again.
-        query = room.keep(f"queries of call {len(calls)}", call.query.transpose(0, 1)).transpose(0, 1)
-        key = room.keep(f"keys of call {len(calls)}", call.key.permute(1, 0, 3, 2)).permute(1, 0, 3, 2)
-        calls.append(replace(call, query=query, key=key, value=key))
+        calls.append(kept_call(call, room, len(calls)))
         return output, weights
 
     outputs = attend_batch(model, plan, tensors, attend, keep_logits=keep_logits)

@@ -25,7 +25,7 @@ from audit.capture.attention.layers import CapturePlan
 from audit.capture.attention.passes import attend_batch
 from audit.capture.engines.blocks import Block
 from audit.capture.engines.contributions import LayerParts, LayerWatch, blocks_of
-from audit.capture.engines.query_blocks import block_weights, laid_out, rows_by_blocks
+from audit.capture.engines.query_blocks import block_weights, kept_call, laid_out, rows_by_blocks
 from audit.capture.engines.row_backward import widened
 from audit.capture.engines.row_fold import LEAST_POSITIONS, RowFold, check_blocks, countable
 from audit.capture.engines.settings import MEASURED, ROLLOUT, FoldSettings
@@ -139,7 +139,7 @@ def split_row_batch(
         output, weights = call.run()
         if verify:
             check_blocks(call, output, fold.valid)
-        calls.append(replace(call, value=call.key) if measured else call)
+        calls.append(kept_call(call, fold.scratch, len(calls)) if measured else call)
         watch.note(call)
         return output, weights
 
